@@ -22,7 +22,7 @@ from specdec.policy.tree_shape import TreeShape
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DRAFT_SOURCE, DraftTree
 
-MAX_AUTO_NODES = 128
+MAX_AUTO_NODES = 127
 """Maximum nodes of a tree by default: further nodes are hardly ever accepted, and their logits take
 memory. Plans for a GPU, where a node costs next to nothing, may have more."""
 _TYPICAL_DEPTH = 4

@@ -27,7 +27,7 @@ _BROKEN = (KeyError, TypeError, ValueError, OverflowError)
 """Errors of reading a file with foreign content."""
 _MIN_SAVED_STEPS = 8.0
 """Minimum weight of saved steps with the draft; half of them are the plan's estimate at most."""
-_FIRST_NODES, _GROWTH = 16, 2
+_FIRST_NODES, _GROWTH = 15, 2
 """Slow start, because planned costs and draft probabilities are guesses: nodes of the first tree,
 and maximum growth over trees that were worth verifying lately (bench/scenarios: 0.99 of the speed
 with 32 nodes, 0.997 with 8; without any bound: docs/policy.md)."""

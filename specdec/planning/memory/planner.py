@@ -43,7 +43,7 @@ from specdec.run_options import CPU, CUDA, RunOptions
 
 HEADROOM_BYTES = 192 * MIB
 """Scratch of matrix products, thread stacks, allocator slack: docs/memory.md."""
-SMALL_TREE = 8
+SMALL_TREE = 7
 """Draft tokens that every automatic plan reserves memory for."""
 BASE_JITTER_BYTES = 8 * MIB
 """Headroom that a run gives up for a budget that is short of its needs by so much: the base memory
