@@ -28,7 +28,6 @@ from specdec.policy.assumptions import (
     likely_levels,
 )
 from specdec.policy.cost_model import run_tokens, runs_of_levels
-from specdec.policy.draft_policy import MAX_AUTO_NODES
 
 _TREES = tuple(2**k - 1 for k in range(1, MAX_DRAFT_TOKENS.bit_length()))
 """Tree sizes that are compared; sizes beyond MAX_AUTO_NODES on a GPU only. With its root a tree has
