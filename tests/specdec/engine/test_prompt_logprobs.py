@@ -97,7 +97,14 @@ def test_prompts_of_a_batch(small_llm):
 
 
 @pytest.mark.gguf
-@pytest.mark.parametrize("options", [{}, {"spec_type": (), "parallel": 1}, {"exact": "off"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_draft_tokens": 8},
+        {"spec_type": (), "parallel": 1},
+        {"exact": "off", "num_draft_tokens": 8},
+    ],
+)
 @pytest.mark.parametrize("family", ["llama", "qwen35"])
 def test_those_of_gguf_models_need_rows_of_logits(tmp_path, family, options):
     """A pass returns as many as memory is planned for: the tokens of a tree."""
