@@ -146,6 +146,10 @@ def test_any_arrivals_end_with_their_own_text_within_the_budget(
     streamed: tuple[LLM, Memory], requests: list[tuple[int, tuple[int, int, int]]]
 ) -> None:
     llm, memory = streamed
+    # As in a plan, the whole cache fits: prefixes of finished sequences may fill it.
+    pool: Any = llm.target
+    memory.budget_bytes = pool._pool.n_blocks * pool._pool.block_bytes
+    llm.session.engine.opportunistic_layers.set_budget(memory.budget_bytes)
     streams: list[Any] = []
     with Stepping(llm) as stepping:
         for num_steps, (word, length, max_tokens) in requests:
