@@ -1,7 +1,7 @@
 """Cost of a useless draft head: tokens per second beside a run without it, in alternation.
 
     python -m bench.checks.useless_head -m pair:target
-    python -m bench.checks.useless_head -m GROWN --memory-budget 3.5GiB --rounds 3 -n 64
+    python -m bench.checks.useless_head -m GROWN --memory-budget 3.5GiB --n-prompts 16 -n 64
 
 The head is an MTP head of the target's sizes with random weights. It is compared with n-grams
 alone, and, with the head as the only source, with plain decoding, each time without saved
@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -30,10 +31,17 @@ from bench.table import Table, text_of
 from offload.errors import SpecdecError
 from specdec.cli.errors import run_app
 
+
+class Comparison(str, Enum):
+    NGRAMS = "n-grams"
+    PLAIN = "plain"
+    SECOND_LOAD = "n-grams, second load"
+
+
 _COMPARED = {
-    "n-grams": ("ngram", "draft,ngram", 1),
-    "plain": ("none", "draft", 1),
-    "n-grams, second load": ("ngram", None, 2),
+    Comparison.NGRAMS: ("ngram", "draft,ngram", 1),
+    Comparison.PLAIN: ("none", "draft", 1),
+    Comparison.SECOND_LOAD: ("ngram", None, 2),
 }
 """spec_type without the head and with it (None: the plan may leave it out); loads with the head, of
 which the last one counts."""
@@ -56,6 +64,9 @@ def main(
     temperature: Annotated[float, typer.Option("--temperature")] = 0.0,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Loads of each kind.")] = 5,
     limit: Annotated[float, typer.Option("--limit", help="Largest allowed loss.")] = 0.05,
+    against: Annotated[
+        list[Comparison] | None, typer.Option("--against", help="One comparison (default: all).")
+    ] = None,
 ) -> None:
     """Measure what a head with random weights costs."""
     contexts = [prompt.text for prompt in read_prompts(prompts, n_prompts)]
@@ -63,13 +74,18 @@ def main(
     result = {}
     with TemporaryDirectory() as folder:
         head = save_random_head(model, Path(folder))
-        for name, (without, with_head, n_loads) in _COMPARED.items():
+        for comparison in against or Comparison:
+            name = comparison.value
+            without, with_head, n_loads = _COMPARED[comparison]
             runs = []
             for _ in range(rounds):
                 load = {"model": model, "memory_budget": memory_budget}
                 alone = run({**load, "spec_type": without}, contexts, sampling)
+                print(f"{name}: {alone['tokens_per_second']:.2f} tokens/s", file=sys.stderr)
                 beside = {**load, "draft_model": head, "spec_type": with_head}
                 runs.append((alone, run(beside, contexts, sampling, n_loads)))
+                speed = runs[-1][1]["tokens_per_second"]
+                print(f"{name}, with the head: {speed:.2f} tokens/s", file=sys.stderr)
             result[name] = summary(runs)
     typer.echo(text_of([table_of(result)]))
     load = {"model": model, "memory_budget": memory_budget}

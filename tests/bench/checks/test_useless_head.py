@@ -54,3 +54,14 @@ def test_a_costly_head_is_an_error(monkeypatch) -> None:
     monkeypatch.setattr(useless_head, "save_random_head", lambda model, folder: folder)
     with pytest.raises(useless_head.CostlyHead, match=r"costs 10\.0% against n-grams"):
         useless_head.app(["-m", "pair:target", "--rounds", "1"], standalone_mode=False)
+
+
+def test_one_comparison_can_be_chosen(monkeypatch, capsys) -> None:
+    result = {"tokens_per_second": 10.0, "passes": 1, "head_runs": 1, "token_ids": [[1]]}
+    monkeypatch.setattr(useless_head, "run", lambda *_: result)
+    monkeypatch.setattr(useless_head, "save_random_head", lambda model, folder: folder)
+    argv = ["-m", "pair:target", "--rounds", "1", "--against", "plain"]
+    useless_head.app(argv, standalone_mode=False)
+    printed = capsys.readouterr()
+    assert "n-grams" not in printed.out + printed.err
+    assert "plain, with the head: 10.00 tokens/s" in printed.err
