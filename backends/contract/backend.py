@@ -91,6 +91,11 @@ class TransferStats(NamedTuple):
     """Bytes of keys and values that passes read from the KV file."""
     kv_bytes_written: int = 0
 
+    @property
+    def wait_seconds(self) -> float:
+        """Time that passes waited for storage or for copies."""
+        return self.stall_seconds + self.copy_stall_seconds
+
     def plus(self, other: TransferStats) -> TransferStats:
         """Return the sum of the traffic of two backends."""
         return TransferStats(

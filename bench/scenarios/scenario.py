@@ -270,9 +270,10 @@ def simulate(
         disturbed = 1.0 + scenario.pass_noise * abs(noise.normal())
         if scenario.stumbles and noise.random() < scenario.stumbles:
             disturbed = STUMBLE
-        clock.now += pass_seconds(scenario, len(tree), n, is_ahead) * disturbed
+        seconds, stall_seconds = pass_seconds(scenario, len(tree), n, is_ahead)
+        clock.now += seconds * disturbed
         acceptance = verify_match(tree, chooser(text, tree, len(context)))
-        observe_together([policy], [acceptance], [tree])
+        observe_together([policy], [acceptance], [tree], stall_seconds * disturbed)
         tokens = acceptance.emitted(tree)
         context.extend(tokens)
         n += len(tokens)
@@ -303,8 +304,14 @@ def drafters_of(
     return (drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)), model
 
 
-def pass_seconds(scenario: Scenario, num_tokens: int, n_done: int, is_ahead: bool) -> float:
+def pass_seconds(
+    scenario: Scenario, num_tokens: int, n_done: int, is_ahead: bool
+) -> tuple[float, float]:
+    """Return the seconds of a pass, and how many of these it waits for weights."""
     cost = scenario.target
     if n_done >= scenario.change_at:
         cost = replace(cost, read_seconds=scenario.slower * cost.read_seconds)
-    return cost.seconds(num_tokens) * (scenario.slowdown if is_ahead else 1.0)
+    seconds = cost.seconds(num_tokens)
+    stall_seconds = seconds - replace(cost, read_seconds=0.0).seconds(num_tokens)
+    slowdown = scenario.slowdown if is_ahead else 1.0
+    return slowdown * seconds, slowdown * stall_seconds

@@ -107,7 +107,9 @@ class Engine(EngineThread):
         began = time.perf_counter()
         outputs = self.speculation.forward(trees, batch)
         if not trees:
-            self.scheduler.observe_prefill(batch.num_prefill_tokens, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            num_tokens = batch.num_prefill_tokens
+            self.scheduler.observe_prefill(num_tokens, seconds, outputs.stall_seconds)
         verified = [
             (sequence, sequence.accept(tree, output))
             for (sequence, tree), output in zip(trees, outputs.trees, strict=True)
@@ -115,7 +117,7 @@ class Engine(EngineThread):
         for chunk, output in zip(batch.prefill, outputs.prefill, strict=True):
             chunk.sequence.note_progress()  # before the first token
             chunk.sequence.end_prefill(output)
-        self.speculation.observe(verified)
+        self.speculation.observe(verified, outputs.stall_seconds)
         self._in_pass = ()
         self._pin_layers(batch, trees)
 

@@ -284,11 +284,11 @@ class KVCacheManager:
     def _recompute_seconds(self, num_tokens: int) -> float:
         return self.cost.extra_seconds(num_tokens)
 
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+    def observe_prefill(self, num_tokens: int, seconds: float, stall_seconds: float = 0.0) -> None:
         """Correct the cost of passes by one over prompts alone: the price of their KV. Not by the
         first one, which also waits for weights that are still being read."""
         if self._has_computed and num_tokens >= _MIN_OBSERVED_TOKENS:
-            self.cost.observe(num_tokens, seconds)
+            self.cost.observe(num_tokens, seconds, stall_seconds)
         self._has_computed = True
 
     def save_prefixes(self) -> None:

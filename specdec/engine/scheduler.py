@@ -222,10 +222,10 @@ class Scheduler:
         at_last_speed = int(seconds * self._prefill_tokens_per_second)
         return max(1, self.cost.max_num_tokens(seconds), at_last_speed)
 
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+    def observe_prefill(self, num_tokens: int, seconds: float, stall_seconds: float = 0.0) -> None:
         """Learn from a pass over prompts alone."""
         self._prefill_tokens_per_second = num_tokens / seconds
-        self.kv.observe_prefill(num_tokens, seconds)
+        self.kv.observe_prefill(num_tokens, seconds, stall_seconds)
 
     def _max_num_tokens(self, decode: SequenceOf[Sequence]) -> int:
         """Return the maximum tokens of a pass with prefill chunks beside these sequences.

@@ -23,10 +23,14 @@ Trees = list[tuple[Sequence, DraftTree]]
 
 
 class StepOutputs(NamedTuple):
-    """Outputs of one forward pass, in the order of its inputs."""
+    """Outputs of one forward pass, in the order of its inputs.
+
+    stall_seconds: time for which the pass waited for weights.
+    """
 
     trees: list[SequenceOutput]
     prefill: list[SequenceOutput]
+    stall_seconds: float = 0.0
 
 
 class Speculation:
@@ -110,9 +114,11 @@ class Speculation:
             return StepOutputs([], [])
         resumed = [chunk for chunk in batch.prefill if chunk.sequence.num_new_tokens]
         num_recomputed = sum(chunk.num_tokens for chunk in resumed)
+        waited_before = self._target.transfer_stats.wait_seconds
         outputs = self._draft_and_forward(trees, inputs)
+        stall_seconds = self._target.transfer_stats.wait_seconds - waited_before
         self.totals.add(recomputed_tokens=num_recomputed)
-        return StepOutputs(outputs[: len(trees)], outputs[len(trees) :])
+        return StepOutputs(outputs[: len(trees)], outputs[len(trees) :], stall_seconds)
 
     def _draft_and_forward(
         self, trees: Trees, inputs: SequenceOf[SequenceInput]
@@ -162,8 +168,10 @@ class Speculation:
         return outputs
 
     @staticmethod
-    def observe(verified: SequenceOf[tuple[Sequence, VerifiedTree | None]]) -> None:
-        """Update the acceptance statistics with the step's outcome."""
+    def observe(
+        verified: SequenceOf[tuple[Sequence, VerifiedTree | None]], stall_seconds: float = 0.0
+    ) -> None:
+        """Update the acceptance statistics and costs with the step's outcome."""
         outcomes = [
             (seq.drafting.policy, outcome)
             for seq, outcome in verified
@@ -172,7 +180,8 @@ class Speculation:
         if outcomes:
             policies, results = zip(*outcomes, strict=True)
             acceptances = [result.acceptance for result in results]
-            observe_together(policies, acceptances, [result.tree for result in results])
+            trees = [result.tree for result in results]
+            observe_together(policies, acceptances, trees, stall_seconds)
 
     def request_cancel(self) -> None:
         """Cancel a running pass, which ends soon with an error; any thread may call it."""

@@ -25,12 +25,18 @@ _KNOTS = np.log2(np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 25
 MAX_MEASURED_TOKENS = 1024
 """Largest pass size with a factor of its own."""
 _SIZES = np.arange(1, MAX_MEASURED_TOKENS + 1)
-_LOG_SIZES = np.log2(_SIZES)
 _CLOSENESS = 0.25
 """Distance in log2(num_tokens) at which a pass counts half: kernels have steps (bench/scenarios:
 with one factor for all sizes 0.95 of the speed on average, 0.80 in the worst scenario)."""
 _LARGEST_LOG = 20.0
 """Bound on log(seconds of a pass) in a file: fifteen years."""
+_READS = len(_KNOTS)
+"""Index of the reads' factor, after those of the knots."""
+_MIN_STALL = 0.1
+"""Minimum share of a pass's time that it waits for weights if its reads bound it (bench/scenarios:
+from 0.05 to 0.2 the same within noise, with 0.3 0.99 of the speed)."""
+_MIN_LINE = 0.25
+"""Lower bound on the planned line, relative to the reads: far below the knee it may be negative."""
 _ROUNDING = 1.0 + 1e-9
 
 
@@ -40,10 +46,11 @@ class CostModel:
 
     The plan is a line of two pieces: max(read_seconds, fixed_seconds + seconds_per_token *
     num_tokens). A mixture has a third one: from some number of tokens on, all experts are read, and
-    further tokens cost arithmetic alone. Measured passes correct it by a factor for each size: a
-    weighted mean of log(measured / planned) over passes of every size. Weights fall with age and,
-    steeply, with the distance in log2(num_tokens): a pass of another size counts only where this
-    one was not seen for long.
+    further tokens cost arithmetic alone. As in a roofline, measured passes that waited for weights
+    correct the reads, and the others the line, by a factor for each size: a weighted mean of
+    log(measured / planned) over passes of every size. Weights fall with age and, steeply, with the
+    distance in log2(num_tokens): a pass of another size counts only where this one was not seen for
+    long.
 
     Args:
         read_seconds: planned for a pass whose arithmetic is hidden by its reads.
@@ -59,14 +66,14 @@ class CostModel:
     seconds_per_token: float
     block_size: int | None = None
     all_experts: tuple[float, float] | None = None
-    # [knot, (weight, weighted sum of log(measured / planned))]
+    # [piece, (weight, weighted sum of log(measured / planned))]; pieces: the knots' and reads
     _sums: NDArray[np.float64] = field(init=False, repr=False)
-    _factors: NDArray[np.float64] = field(init=False, repr=False)  # log of it, [knot]
+    _factors: NDArray[np.float64] = field(init=False, repr=False)  # log of it, [piece]
     _table: NDArray[np.float64] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
-        self._sums = np.zeros((len(_KNOTS), 2))
-        self._factors = np.zeros(len(_KNOTS))
+        self._sums = np.zeros((_READS + 1, 2))
+        self._factors = np.zeros(_READS + 1)
 
     def planned_seconds(self, num_tokens: int) -> float:
         """Return the planned seconds, without measurements."""
@@ -74,16 +81,25 @@ class CostModel:
 
     def _planned(self, num_tokens: Any) -> Any:
         """Return the planned seconds of each number of tokens."""
+        return np.maximum(self.read_seconds, self._line(num_tokens))
+
+    def _line(self, num_tokens: Any) -> Any:
+        """Return the planned seconds of each number of tokens where reads do not bound the pass."""
         seconds = self.fixed_seconds + self.seconds_per_token * num_tokens
         if self.all_experts is not None:
             fixed_seconds, seconds_per_token = self.all_experts
             seconds = np.minimum(seconds, fixed_seconds + seconds_per_token * num_tokens)
-        return np.maximum(self.read_seconds, seconds)
+        return np.maximum(seconds, _MIN_LINE * self.read_seconds)
+
+    def _corrected(self, num_tokens: Any) -> tuple[float, Any]:
+        """Return the seconds of reads, and of the line at each number of tokens, as measured."""
+        factors = np.interp(np.log2(num_tokens), _KNOTS, self._factors[:_READS])
+        reads = self.read_seconds * math.exp(self._factors[_READS])
+        return reads, self._line(num_tokens) * np.exp(factors)
 
     def seconds(self, num_tokens: int) -> float:
         """Return the seconds of a pass of `num_tokens` tokens."""
-        factor = np.exp(np.interp(math.log2(num_tokens), _KNOTS, self._factors))
-        return self.planned_seconds(num_tokens) * float(factor)
+        return float(np.maximum(*self._corrected(np.float64(num_tokens))))
 
     def extra_seconds(self, num_tokens: int) -> float:
         """Return the seconds by which `num_tokens` more tokens make a pass of one longer.
@@ -99,9 +115,7 @@ class CostModel:
         n is max_num_tokens, or MAX_MEASURED_TOKENS if that is less.
         """
         if self._table is None:
-            self._table = self._planned(_SIZES) * np.exp(
-                np.interp(_LOG_SIZES, _KNOTS, self._factors)
-            )
+            self._table = np.maximum(*self._corrected(_SIZES))
         return self._table[:max_num_tokens]
 
     def max_num_tokens(self, seconds: float) -> int:
@@ -110,7 +124,7 @@ class CostModel:
         if len(within) < 1 or within[-1] < MAX_MEASURED_TOKENS - 1:
             return int(within[-1]) + 1 if len(within) else 0
         # Larger passes are not measured: their factor is that of the largest measured size.
-        planned = seconds * _ROUNDING / math.exp(self._factors[-1])
+        planned = seconds * _ROUNDING / math.exp(self._factors[_READS - 1])
         lines = [(self.fixed_seconds, self.seconds_per_token), self.all_experts]
         num_tokens = max(int((planned - line[0]) / line[1]) for line in lines if line is not None)
         return max(MAX_MEASURED_TOKENS, num_tokens)
@@ -149,19 +163,32 @@ class CostModel:
 
     # --- measured ------------------------------------------------------------------------------
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, seconds: float, stall_seconds: float = 0.0) -> None:
         """Correct the plan by a measured pass; one of more than MAX_MEASURED_TOKENS corrects that
-        size, whose factor larger ones have."""
+        size, whose factor larger ones have.
+
+        stall_seconds: of these, waiting for weights.
+        """
         if seconds <= 0.0:
             return
-        knot = int(np.abs(_KNOTS - np.log2(num_tokens)).argmin())
+        reads, line = self._corrected(np.float64(num_tokens))
+        has_waited = self.read_seconds > 0.0 and stall_seconds > _MIN_STALL * seconds
         self._sums *= LASTING
-        self._sums[knot] *= RECENT
-        self._sums[knot] += (1.0, math.log(seconds / self.planned_seconds(num_tokens)))
+        # The other piece takes no longer than the pass.
+        if has_waited or reads > seconds:
+            self._add(_READS, seconds / self.read_seconds)
+        if not has_waited or line > seconds:
+            knot = int(np.abs(_KNOTS - np.log2(num_tokens)).argmin())
+            self._add(knot, seconds / float(self._line(np.float64(num_tokens))))
         self._fit()
 
+    def _add(self, index: int, ratio: float) -> None:
+        """Add measured / planned of a piece: the index of a knot, or READS."""
+        self._sums[index] *= RECENT
+        self._sums[index] += (1.0, math.log(ratio))
+
     def state_dict(self) -> NDArray[np.float64]:
-        """Return [knot, (weight, weighted sum of log seconds)], to be loaded under any plan."""
+        """Return [piece, (weight, weighted sum of log seconds)], to be loaded under any plan."""
         return self._sums + np.outer(self._sums[:, 0], (0.0, 1.0)) * _log_planned(self)
 
     def load_state_dict(self, state_dict: object) -> None:
@@ -177,16 +204,17 @@ class CostModel:
 
     def _fit(self) -> None:
         distances = np.abs(_KNOTS[:, None] - _KNOTS)
-        closeness = 1.0 / (1.0 + (distances / _CLOSENESS) ** 4)
+        closeness = np.eye(_READS + 1)
+        closeness[:_READS, :_READS] = 1.0 / (1.0 + (distances / _CLOSENESS) ** 4)
         weights, ratios = (closeness @ self._sums).T
         self._factors = ratios / np.maximum(weights, 1e-9)
         self._table = None
 
 
 def _log_planned(cost: CostModel) -> NDArray[np.float64]:
-    """Return the log of the planned seconds at the knots, [knot, 1]."""
-    sizes = np.exp2(_KNOTS).round().astype(int).tolist()
-    return np.log([cost.planned_seconds(size) for size in sizes])[:, None]
+    """Return the log of the planned seconds of the line at the knots, and of reads, [piece, 1]."""
+    line = cost._line(np.exp2(_KNOTS).round())
+    return np.log([*line, cost.read_seconds or 1.0])[:, None]
 
 
 def run_tokens(num_nodes: int, block_size: int | None) -> int:

@@ -22,18 +22,18 @@ class MovingAverage:
     """Means of one or several numbers that are measured together.
 
     Args:
-        fade: decay of a measurement's weight per later one.
+        decay: of a measurement's weight per later one.
         expected: values before anything is measured.
         weight: measurements that `expected` counts as; also the maximum weight of restored state.
     """
 
     def __init__(self, decay: float, expected: Sequence[float], weight: float = 1.0) -> None:
-        self._fade, self._weight = decay, weight
+        self._decay, self._weight = decay, weight
         self._sums = weight * np.array([1.0, *expected])
 
     def add(self, *values: float, n: float = 1) -> None:
         """Add `n` measurements whose means are `values`."""
-        self._sums = self._fade**n * self._sums + n * np.array([1.0, *values])
+        self._sums = self._decay**n * self._sums + n * np.array([1.0, *values])
 
     @property
     def means(self) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ from specdec.policy.moving_average import (
     saved_numbers,
 )
 
-_VERSION = 7
+_VERSION = 8
 """Version of the saved statistics; files of other versions are ignored."""
 _BROKEN = (KeyError, TypeError, ValueError, OverflowError)
 """Errors of reading a file with foreign content."""

@@ -101,17 +101,22 @@ def should_draft_ahead(policies: Sequence[DraftPolicy]) -> bool:
 
 
 def observe_together(
-    policies: Sequence[DraftPolicy], acceptances: Sequence[Acceptance], trees: Sequence[DraftTree]
+    policies: Sequence[DraftPolicy],
+    acceptances: Sequence[Acceptance],
+    trees: Sequence[DraftTree],
+    stall_seconds: float = 0.0,
 ) -> None:
     """Learn from a finished step: the trees as verified, and their outcomes.
 
     Each sequence pays for an equal share of the pass without drafts, and for its own draft tokens.
     Sequences with the same DraftChoice count as one mean outcome: it chose once for all of them.
+
+    stall_seconds: time for which the pass waited for weights.
     """
     this, cost = policies[0].step, policies[0].pair_statistics.cost
     seconds = policies[0].clock() - this.drafted_at
     seconds = min(seconds, _MAX_OUTLIER * cost.seconds(this.num_tokens))
-    cost.observe(this.num_tokens, seconds)
+    cost.observe(this.num_tokens, seconds, stall_seconds)
     num_seqs, n_more = len(policies), sum(tree.n_drafted for tree in trees)
     # Prompts pay for themselves.
     seconds *= cost.seconds(num_seqs + n_more) / cost.seconds(this.num_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from specdec.policy.cost_model import MAX_MEASURED_TOKENS, CostModel
 
 READ, FIXED, PER_TOKEN = 1.0, 0.2, 0.05
+KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 
 costs = st.builds(CostModel, st.floats(0.0, 10.0), st.floats(0.0, 3.0), st.floats(1e-3, 1.0))
 measured = st.lists(
@@ -52,10 +54,45 @@ def test_measured_sizes_are_what_was_measured_and_the_plan_is_the_shape_between(
     planned = [cost.seconds(n) for n in range(1, 41)]
     for _ in range(5):
         for n in (1, 32):
-            cost.observe(n, 2.0 * cost.planned_seconds(n))
+            cost.observe(n, 2.0 * cost.planned_seconds(n), 0.5 * READ if n == 1 else 0.0)
     assert [cost.seconds(n) for n in range(1, 41)] == pytest.approx(
         [2.0 * item for item in planned]
     )
+
+
+def test_passes_that_do_not_wait_show_what_smaller_ones_take(cost: CostModel) -> None:
+    """A policy that took them for passes with slow reads would never try smaller ones."""
+    knee = int((READ - FIXED) / PER_TOKEN)
+    for _ in range(50):
+        cost.observe(knee, 1.5 * READ)
+    assert cost.seconds(knee) == pytest.approx(1.5 * READ)
+    assert cost.seconds(knee // 2) == pytest.approx(READ)
+    assert cost.seconds(1) == pytest.approx(READ)
+
+
+def test_passes_that_wait_show_what_others_read(cost: CostModel) -> None:
+    for _ in range(50):
+        cost.observe(4, 1.5 * READ, stall_seconds=READ)
+    assert cost.seconds(1) == cost.seconds(4) == pytest.approx(1.5 * READ)
+    assert cost.seconds(40) == pytest.approx(cost.planned_seconds(40))
+
+
+@given(costs, measured, st.integers(1, MAX_MEASURED_TOKENS), st.floats(0.05, 20.0), st.booleans())
+def test_a_pass_that_was_just_measured_takes_as_long_again(
+    cost: CostModel,
+    passes: list[tuple[int, float]],
+    num_tokens: int,
+    seconds: float,
+    has_waited: bool,
+) -> None:
+    for size, taken in passes:
+        cost.observe(size, taken)
+    for _ in range(200):
+        cost.observe(num_tokens, seconds, seconds * has_waited)
+    # The size is between two whose factors are learnt.
+    knot = min(KNOTS, key=lambda knot: abs(math.log2(knot / num_tokens)))
+    tolerance = 1.1 * max(knot, num_tokens) / min(knot, num_tokens)
+    assert seconds / tolerance < cost.seconds(num_tokens) < seconds * tolerance
 
 
 def test_a_size_of_its_own_is_not_drowned_by_many_passes_of_another(cost: CostModel) -> None:
@@ -84,9 +121,9 @@ def test_a_change_of_speed_is_followed_within_some_passes(cost: CostModel) -> No
 
 
 def test_a_size_that_is_long_out_of_use_follows_the_others(cost: CostModel) -> None:
-    cost.observe(1, 1.0)
+    cost.observe(1, 1.0, stall_seconds=0.5)
     for _ in range(2000):
-        cost.observe(8, 4.0)
+        cost.observe(8, 4.0, stall_seconds=1.0)
     assert cost.seconds(1) == pytest.approx(4.0, rel=1e-3)  # both are limited by the same reads
 
 
@@ -137,7 +174,7 @@ def test_cached_statistics_hold_under_another_plan(
 ) -> None:
     for num_tokens, seconds in passes:
         cost.observe(num_tokens, seconds)
-    same, other = replace(cost), CostModel(2.0, 0.4, 0.1)
+    same, other = replace(cost), CostModel(0.0, 0.4, 0.1)
     same.load_state_dict(cost.state_dict().tolist())
     other.load_state_dict(cost.state_dict().tolist())
     assert same.state_dict() == pytest.approx(other.state_dict(), abs=1e-6)
@@ -147,6 +184,14 @@ def test_cached_statistics_hold_under_another_plan(
         cost.observe(num_tokens, passes[0][1])
         other.load_state_dict(cost.state_dict().tolist())
         assert other.seconds(num_tokens) == pytest.approx(passes[0][1])
+
+
+def test_cached_reads_hold_under_another_plan(cost: CostModel) -> None:
+    cost.observe(4, 3.0, stall_seconds=2.0)
+    other = CostModel(2.0, 0.4, 0.1)
+    other.load_state_dict(cost.state_dict().tolist())
+    assert other.seconds(1) == pytest.approx(3.0)
+    assert other.seconds(100) == pytest.approx(other.planned_seconds(100))
 
 
 def test_a_mixture_s_tokens_cost_arithmetic_alone_once_all_experts_are_read() -> None:
