@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from backends.contract.source import ModelCompute
 from offload.placement.placement import Placement
 from offload.placement.simulation import LayerWork, Overlap, SimulatedPass, simulate_passes
-from specdec.policy.cost_model import CostModel
+from specdec.policy.cost_model import MIN_STALL, CostModel
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of tokens that passes are simulated with."""
@@ -81,7 +81,18 @@ class PassSimulation:
         # If reads hide the arithmetic at all sizes, the line is fitted to the arithmetic alone.
         line = seconds if above else {n: self._compute_seconds(n) for n in (low, high)}
         fitted = _line(low, line[low], high, line[high])
-        return CostModel(floor, *fitted, self.compute.block_size)
+        reads, arithmetic = self._bounds()
+        return CostModel(reads, *fitted, self.compute.block_size, min_seconds=arithmetic)
+
+    def _bounds(self) -> tuple[float, float]:
+        """Return the seconds of a pass of one token, as bound by its reads, and its arithmetic."""
+        one = self.times(1)
+        if one.stall_seconds > MIN_STALL * one.seconds:
+            return one.seconds, one.seconds - one.stall_seconds
+        layers = self._layers(1)
+        reads = sum(layer.read_seconds for layer in layers)
+        reads = max(reads, sum(layer.copy_seconds for layer in layers))
+        return min(reads, one.seconds), one.seconds
 
     def _all_experts(
         self, fixed_seconds: float, seconds_per_token: float
@@ -102,14 +113,24 @@ class PassSimulation:
         return max(fixed, few - _FEW_TOKENS * slope), slope
 
     def _simulate(self, num_tokens: int, gap_seconds: float) -> SimulatedPass:
-        placement, per_byte = self.placement, self.compute.per_byte
-        is_copied = placement.is_on_device
+        placement = self.placement
         # Reads and copies do not slow down a GPU's arithmetic.
-        overlap = Overlap() if is_copied else Overlap(compute=per_byte.beside_factor(num_tokens))
+        factor = 1.0 if placement.is_on_device else self.compute.per_byte.beside_factor(num_tokens)
+        return simulate_passes(
+            self._layers(num_tokens),
+            max(placement.n_slots, _KV_BUFFERS if any(self.kv_read_bytes) else 0),
+            placement.n_device_slots,
+            non_layer_seconds=self.compute.non_layer_seconds(num_tokens),
+            gap_seconds=gap_seconds,
+            overlap=Overlap(compute=factor),
+        )
+
+    def _layers(self, num_tokens: int) -> list[LayerWork]:
+        placement, is_copied = self.placement, self.placement.is_on_device
         moving = 0.0 if is_copied else self.compute.seconds_per_streamed_byte
-        seconds = per_byte.seconds(num_tokens)
+        seconds = self.compute.per_byte.seconds(num_tokens)
         kv_bytes = self.kv_read_bytes or (0,) * len(placement.layers)
-        layers = [
+        return [
             LayerWork(
                 (layer.slot_bytes + kv_bytes[index]) / self.storage_bytes_per_second,
                 seconds * layer.n_bytes
@@ -119,14 +140,6 @@ class PassSimulation:
             )
             for index, layer in enumerate(placement.layers)
         ]
-        return simulate_passes(
-            layers,
-            max(placement.n_slots, _KV_BUFFERS if any(kv_bytes) else 0),
-            placement.n_device_slots,
-            non_layer_seconds=self.compute.non_layer_seconds(num_tokens),
-            gap_seconds=gap_seconds,
-            overlap=overlap,
-        )
 
     def _expert_seconds(self, layer: int, num_tokens: int) -> float:
         """Return the seconds of a layer's routed experts: read missing ones, compute all."""

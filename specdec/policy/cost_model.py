@@ -32,11 +32,9 @@ _LARGEST_LOG = 20.0
 """Bound on log(seconds of a pass) in a file: fifteen years."""
 _READS = len(_KNOTS)
 """Index of the reads' factor, after those of the knots."""
-_MIN_STALL = 0.1
+MIN_STALL = 0.1
 """Minimum share of a pass's time that it waits for weights if its reads bound it (bench/scenarios:
 from 0.05 to 0.2 the same within noise, with 0.3 0.99 of the speed)."""
-_MIN_LINE = 0.25
-"""Lower bound on the planned line, relative to the reads: far below the knee it may be negative."""
 _ROUNDING = 1.0 + 1e-9
 
 
@@ -44,10 +42,10 @@ _ROUNDING = 1.0 + 1e-9
 class CostModel:
     """Seconds of a forward pass by its number of tokens.
 
-    The plan is a line of two pieces: max(read_seconds, fixed_seconds + seconds_per_token *
-    num_tokens). A mixture has a third one: from some number of tokens on, all experts are read, and
-    further tokens cost arithmetic alone. As in a roofline, measured passes that waited for weights
-    correct the reads, and the others the line, by a factor for each size: a weighted mean of
+    The plan is a roofline: max(read_seconds, min_seconds, fixed_seconds + seconds_per_token *
+    num_tokens). A mixture's line has two pieces: from some number of tokens on, all experts are
+    read, and further tokens cost arithmetic alone. Measured passes that waited for weights correct
+    the reads, and the others the arithmetic, by a factor for each size: a weighted mean of
     log(measured / planned) over passes of every size. Weights fall with age and, steeply, with the
     distance in log2(num_tokens): a pass of another size counts only where this one was not seen for
     long.
@@ -59,6 +57,8 @@ class CostModel:
         seconds_per_token: arithmetic of each token.
         block_size: see ModelCompute.
         all_experts: (fixed seconds, seconds per token) of passes that use all experts.
+        min_seconds: arithmetic of a pass of one token, where that is more than the line has: some
+            kernels compute eight rows or more.
     """
 
     read_seconds: float
@@ -66,6 +66,7 @@ class CostModel:
     seconds_per_token: float
     block_size: int | None = None
     all_experts: tuple[float, float] | None = None
+    min_seconds: float = 0.0
     # [piece, (weight, weighted sum of log(measured / planned))]; pieces: the knots' and reads
     _sums: NDArray[np.float64] = field(init=False, repr=False)
     _factors: NDArray[np.float64] = field(init=False, repr=False)  # log of it, [piece]
@@ -89,7 +90,7 @@ class CostModel:
         if self.all_experts is not None:
             fixed_seconds, seconds_per_token = self.all_experts
             seconds = np.minimum(seconds, fixed_seconds + seconds_per_token * num_tokens)
-        return np.maximum(seconds, _MIN_LINE * self.read_seconds)
+        return np.maximum(seconds, self.min_seconds)
 
     def _corrected(self, num_tokens: Any) -> tuple[float, Any]:
         """Return the seconds of reads, and of the line at each number of tokens, as measured."""
@@ -149,7 +150,7 @@ class CostModel:
     def num_free_tokens(self) -> int:
         """Maximum tokens whose arithmetic is hidden by the planned reads, or within the slack."""
         one_token = self.fixed_seconds + self.seconds_per_token
-        allowed = max(self.read_seconds, _RESIDENT_SLACK * one_token)
+        allowed = max(self.read_seconds, self.min_seconds, _RESIDENT_SLACK * one_token)
         num_tokens = (allowed - self.fixed_seconds) / self.seconds_per_token
         return max(1, int(num_tokens + 1e-6))  # against rounding below a whole number
 
@@ -159,6 +160,7 @@ class CostModel:
             "read_seconds": self.read_seconds,
             "fixed_seconds": self.fixed_seconds,
             "seconds_per_token": self.seconds_per_token,
+            "min_seconds": self.min_seconds,
         }
 
     # --- measured ------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ class CostModel:
         if seconds <= 0.0:
             return
         reads, line = self._corrected(np.float64(num_tokens))
-        has_waited = self.read_seconds > 0.0 and stall_seconds > _MIN_STALL * seconds
+        has_waited = self.read_seconds > 0.0 and stall_seconds > MIN_STALL * seconds
         self._sums *= LASTING
         # The other piece takes no longer than the pass.
         if has_waited or reads > seconds:
