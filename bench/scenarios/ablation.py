@@ -59,6 +59,7 @@ PARTS: Mapping[str, Sequence[Patch]] = {
     "measured times of drafting (the plan's instead)": [(PairStatistics, "note_drafting", NOTHING)],
     "measured times of passes (the plan's instead)": [(CostModel, "observe", NOTHING)],
     "times by size of the pass (one factor instead)": [(cost_model, "_CLOSENESS", math.inf)],
+    "what passes wait for (all are bound by arithmetic)": [(cost_model, "MIN_STALL", math.inf)],
     "the bound on outliers of pass times": [(shared_step, "_MAX_OUTLIER", math.inf)],
     "slow start, and no more candidates than of use": [
         (AcceptanceStatistics, "n_candidates", ANYTHING)

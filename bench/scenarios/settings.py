@@ -31,6 +31,9 @@ SIX: Mapping[str, Scenario] = {
 REST: Mapping[str, Scenario] = {
     "fast storage": Scenario(CostModel(0.4, 0.08, 0.012), Draft(sharpness=1.3, bias=0.3)),
     "slow storage, plan far off": Scenario(CostModel(2.0, 0.1, 0.02), Draft(), planned_error=2.5),
+    "arithmetic takes longer than reads": Scenario(
+        CostModel(4.0, 2.5, 0.65), Draft(ease=0.0, run_seconds=0.1)
+    ),
     "in memory, plan far off": Scenario(RESIDENT, Draft(run_seconds=0.006), planned_error=0.3),
     "overconfident draft": Scenario(STREAMED, Draft(ease=3.0, sharpness=0.6, bias=-1.0)),
     "underconfident draft": Scenario(STREAMED, Draft(ease=0.0, sharpness=1.5, bias=1.5)),
