@@ -159,7 +159,10 @@ class SimulatedDraft(Drafter):
             worst = _nth_best(tree, limits.max_nodes)
             ranked = sorted(newest, key=lambda i: -tree.path_log_probs[i])[:MAX_BEAMS]
             level = [i for i in ranked if tree.path_log_probs[i] > worst]
-            probability = sum(np.exp(tree.path_log_probs[i]) for i in level)
+            known = limits.known or DraftTree(tree.token_ids[ROOT])
+            paths = {i: tree.tokens_on_path(i) for i in level}
+            new = [i for i in level if len(known.follow(paths[i])) <= len(paths[i])]
+            probability = sum(np.exp(tree.path_log_probs[i]) for i in new)
             if not level:
                 break
             if probability < limits.min_level_probability and not self._is_run_ahead(depth):

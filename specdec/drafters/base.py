@@ -23,9 +23,11 @@ class TreeLimits:
     max_depth: int
     width: int  # children of one node; 1 requests a chain
     min_level_probability: float = 0.0
-    """Minimum total path probability of a level's nodes for the level to be run."""
+    """Minimum total path probability of a level to be run, of nodes that are not `known`."""
     max_ahead_depth: int = 0
     """Maximum depth of parallel drafting from the same root: the next tree grows below this one."""
+    known: DraftTree | None = None
+    """What other drafters propose for the same context."""
 
     def __post_init__(self) -> None:
         if min(self.max_nodes, self.max_depth, self.max_ahead_depth) < 0 or self.width < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ class MergedDrafter(Drafter):
     probabilities and all of their names. Where the union has more children of a node than the
     limits allow, the most probable ones stay.
 
+    The last drafter proposes first, so that the first one, a model whose runs take time, knows what
+    is proposed without it.
+
     Not for chains *drawn* from a draft, which the chain rules need: choosing between such chains by
     their probabilities would bias which of them reach the target. `SpecConfig` allows those rules
     one drafter.
@@ -37,9 +41,11 @@ class MergedDrafter(Drafter):
     def propose_in_steps(
         self, context_ids: Sequence[int], limits: TreeLimits
     ) -> DraftSteps[DraftTree]:
-        trees = []
-        for drafter in self.drafters:
-            trees.append((yield from drafter.propose_in_steps(context_ids, limits)))
+        trees: list[DraftTree] = []
+        for drafter in reversed(self.drafters):
+            known = merge_trees(trees) if trees else None
+            limited = replace(limits, known=known)
+            trees.insert(0, (yield from drafter.propose_in_steps(context_ids, limited)))
         return narrowed(merge_trees(trees), limits.width).best_subset(limits.max_nodes)
 
     def prefill_in_steps(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:

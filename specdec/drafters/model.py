@@ -267,7 +267,11 @@ class ModelDrafter(Drafter):
         limits = self._limits
         n_free = self._sequence.num_free_slots
         level = frontier.take(min(level_width(limits.max_nodes), n_free))
-        probability = sum(np.exp(tree.log_prob(node)) for _, node in level)
+        probability = sum(
+            np.exp(tree.log_prob(node))
+            for parent, node in level
+            if not _is_known(limits.known, parent, node)
+        )
         return level if probability >= limits.min_level_probability else []
 
     def _level_ahead(self, tree: GrownTree, frontier: Frontier) -> Level:
@@ -284,9 +288,9 @@ class ModelDrafter(Drafter):
         """
         grammar, prefixes, n_chosen = self._ranker.grammar, [], len(level)
         kv = self._sequence
+        for parent, node in level:
+            node.above = parent
         if grammar is not None:
-            for parent, node in level:
-                node.above = parent
             if self._can_run_forced:
                 level = with_forced(
                     level,
@@ -336,6 +340,14 @@ class ModelDrafter(Drafter):
             self._tree.run(node, scores.node_ids[0], [])
         tree.n_runs = tree.n_run_nodes = tree.n_drafted
         return tree
+
+
+def _is_known(known: DraftTree | None, parent: GrownNode, node: GrownNode) -> bool:
+    """Return whether a tree has this node, whose parent was run."""
+    if known is None:
+        return False
+    path = [*parent.tokens_below_root(), node.token_id]
+    return len(known.follow(path)) > len(path)
 
 
 def _live_id(node: GrownNode) -> int:

@@ -35,7 +35,8 @@ never right is trusted for too long."""
 _PRIOR_CHAIN_TOKENS = 8.0
 """Weight of the assumed acceptance rate of chains, in tokens."""
 _MIN_GAIN = 0.01
-"""Lower bound on a level's gain in tokens, so that its logarithm is finite."""
+"""Lower bound on a level's gain in tokens, so that its logarithm is finite, and on the probability
+of the level above."""
 
 
 class Calibration:
@@ -115,10 +116,12 @@ def note_levels(
     gains: NDArray[np.float64],
     weight: float = 1.0,
 ) -> None:
-    """Record the total draft probability of levels, and the gain in tokens of the level below."""
-    if len(draft):
-        x, y = (np.log(np.maximum(values, _MIN_GAIN)) for values in (draft, gains))
-        levels.add(float(np.mean(y - x)), n=weight * len(draft))
+    """Record the total draft probability of levels, and the gain in tokens of the level below.
+    Levels of less than MIN_GAIN are left out."""
+    is_evidence = draft >= _MIN_GAIN
+    if is_evidence.any():
+        x, y = np.log(draft[is_evidence]), np.log(np.maximum(gains[is_evidence], _MIN_GAIN))
+        levels.add(float(np.mean(y - x)), n=weight * len(x))
 
 
 def min_level_probability(levels: MovingAverage, gain: float) -> float:

@@ -130,16 +130,16 @@ class TreeShape:
         return minimum + int(values[minimum:].argmax())
 
     def _note_levels(self, tree: DraftTree, gains: NDArray[np.float64]) -> None:
-        """Record the gain of each of the model's levels, in tokens, net of their price. Tokens that
-        others propose too are no gain."""
+        """Record the gain of each of the model's levels, in tokens, net of their price, beside the
+        probability of the level above. Nodes that others propose too count in neither."""
         depths = np.array(tree.depths)
         is_drafted = np.array([DRAFT_SOURCE in sources for sources in tree.sources])
         is_new = np.array([sources == (DRAFT_SOURCE,) for sources in tree.sources])
         deepest = int(depths[is_drafted].max(initial=0))
-        is_drafted[ROOT] = True
-        probabilities = is_drafted * np.exp(tree.path_log_probs)
-        draft = np.bincount(depths, weights=probabilities).astype(np.float64)
         gained = np.bincount(depths, weights=is_new * gains).astype(np.float64)
+        is_new[ROOT] = True
+        probabilities = is_new * np.exp(tree.path_log_probs)
+        draft = np.bincount(depths, weights=probabilities).astype(np.float64)
         # A tree of one level shows what that one gains: without it, few levels would stay few.
         first, weight = (1, 1.0) if deepest > 1 else (0, _FIRST_LEVEL_WEIGHT)
         draft, gained = draft[first:deepest], gained[first + 1 : deepest + 1]

@@ -20,7 +20,7 @@ from specdec.drafters.model import ModelDrafter
 from specdec.metrics.recorder import StatsRecorder
 from specdec.sampling.params import SamplingParams
 from specdec.verification.acceptance import Acceptance
-from specdec.verification.tree import DraftTree
+from specdec.verification.tree import ROOT, DraftTree
 
 LIMITS = TreeLimits(max_nodes=32, max_depth=8, width=4)
 CHAIN = TreeLimits(max_nodes=8, max_depth=8, width=1)
@@ -69,6 +69,25 @@ class Proposing(Drafter):
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         return self.tree
+
+
+def test_the_first_drafter_knows_what_the_others_propose() -> None:
+    seen = []
+
+    class Listening(Proposing):
+        def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+            seen.append(limits.known)
+            return super().propose(context_ids, limits)
+
+    trees = [DraftTree(9) for _ in range(3)]
+    for token, tree in enumerate(trees):
+        tree.add(ROOT, token, -1.0, f"source {token}")
+    merged = MergedDrafter([Listening(tree) for tree in trees]).propose([9], LIMITS)
+    last, middle, first = seen
+    assert last is None
+    assert middle.token_ids == [9, 2]
+    assert set(first.token_ids) == {9, 1, 2}
+    assert merged.token_ids == [9, 0, 1, 2]
 
 
 @settings(deadline=None)

@@ -1,6 +1,7 @@
 """The tree grown by a draft model, against its own probabilities computed one by one."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
 from specdec.sampling.context_window import ContextWindow
 from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import ROOT, DraftTree
 
 CONTEXT = [5, 17, 60, 33, 8]
 
@@ -68,6 +70,33 @@ def test_bounds(drafter):
     drafter.reset()
     assert drafter.propose(CONTEXT, TreeLimits(0, 3, 2)).n_drafted == 0
     assert drafter.propose(CONTEXT, TreeLimits(5, 0, 2)).n_drafted == 0
+
+
+def test_levels_that_others_propose_too_are_not_run(drafter):
+    limits = TreeLimits(8, 8, 1, min_level_probability=1e-9)
+    chain = drafter.propose(CONTEXT, limits)
+    assert chain.n_runs == 8  # the root's, and one for each level but the last
+    drafter.reset()
+    known = chain.best_subset(3)
+    assert drafter.propose(CONTEXT, replace(limits, known=known)).n_runs == 1
+    drafter.reset()
+    other = DraftTree(CONTEXT[-1])
+    other.add(ROOT, (chain.token_ids[1] + 1) % 96, -0.1, "ngram")
+    assert drafter.propose(CONTEXT, replace(limits, known=other)).n_runs == 8
+
+
+def test_nodes_below_a_committed_path_are_known_from_the_new_root(drafter):
+    limits = TreeLimits(8, 8, 1)
+    tree = drafter.propose(CONTEXT, limits)
+    drafter.observe(Acceptance((0, 1, 2), tree.token_ids[3], is_bonus=True), tree)
+    known = DraftTree(tree.token_ids[3])
+    for node in range(4, len(tree)):
+        known.add(node - 4, tree.token_ids[node], -0.1, "ngram")
+    context = CONTEXT + list(tree.tokens_on_path(3))
+    more = TreeLimits(16, 16, 1, min_level_probability=1e-9, known=known)
+    shorter = drafter.propose(context, more)
+    longer = drafter.propose(context, replace(more, known=None))
+    assert shorter.n_drafted < longer.n_drafted
 
 
 def test_accepted_nodes_keep_their_kv(backend, drafter):
