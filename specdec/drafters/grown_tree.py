@@ -166,6 +166,15 @@ class GrownTree:
             if node.position < deepest:
                 find_next(node, node.likeliest(width))
 
+    def nodes_of(self, tree: DraftTree) -> set[GrownNode]:
+        """Return the nodes made so far that a tree with the same root token has too."""
+        nodes: dict[int, GrownNode | None] = {ROOT: self.root}
+        for index in range(1, len(tree)):
+            parent = nodes[tree.parents[index]]
+            token = tree.token_ids[index]
+            nodes[index] = None if parent is None else parent.children.get(token)
+        return {node for node in nodes.values() if node is not None}
+
     def deepest(self, max_depth: int) -> int:
         """Return the position of nodes `max_depth` levels below the root."""
         return self.root.position + max_depth

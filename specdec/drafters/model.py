@@ -267,11 +267,9 @@ class ModelDrafter(Drafter):
         limits = self._limits
         n_free = self._sequence.num_free_slots
         level = frontier.take(min(level_width(limits.max_nodes), n_free))
-        probability = sum(
-            np.exp(tree.log_prob(node))
-            for parent, node in level
-            if not _is_known(limits.known, parent, node)
-        )
+        known = set() if limits.known is None else tree.nodes_of(limits.known)
+        new = [node for _, node in level if node not in known]
+        probability = sum(np.exp(tree.log_prob(node)) for node in new)
         return level if probability >= limits.min_level_probability else []
 
     def _level_ahead(self, tree: GrownTree, frontier: Frontier) -> Level:
@@ -288,9 +286,9 @@ class ModelDrafter(Drafter):
         """
         grammar, prefixes, n_chosen = self._ranker.grammar, [], len(level)
         kv = self._sequence
-        for parent, node in level:
-            node.above = parent
         if grammar is not None:
+            for parent, node in level:
+                node.above = parent
             if self._can_run_forced:
                 level = with_forced(
                     level,
@@ -340,14 +338,6 @@ class ModelDrafter(Drafter):
             self._tree.run(node, scores.node_ids[0], [])
         tree.n_runs = tree.n_run_nodes = tree.n_drafted
         return tree
-
-
-def _is_known(known: DraftTree | None, parent: GrownNode, node: GrownNode) -> bool:
-    """Return whether a tree has this node, whose parent was run."""
-    if known is None:
-        return False
-    path = [*parent.tokens_below_root(), node.token_id]
-    return len(known.follow(path)) > len(path)
 
 
 def _live_id(node: GrownNode) -> int:
