@@ -93,8 +93,9 @@ class TransferStats(NamedTuple):
 
     @property
     def wait_seconds(self) -> float:
-        """Time that passes waited for storage or for copies."""
-        return self.stall_seconds + self.copy_stall_seconds
+        """Time that passes did not compute because a layer was not there. The host of a GPU also
+        waits for slots whose layers are being computed."""
+        return self.copy_stall_seconds if self.bytes_copied else self.stall_seconds
 
     def plus(self, other: TransferStats) -> TransferStats:
         """Return the sum of the traffic of two backends."""

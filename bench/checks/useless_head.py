@@ -65,7 +65,7 @@ def main(
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Loads of each kind.")] = 5,
     limit: Annotated[float, typer.Option("--limit", help="Largest allowed loss.")] = 0.05,
     against: Annotated[
-        list[Comparison] | None, typer.Option("--against", help="One comparison (default: all).")
+        list[Comparison] | None, typer.Option("--against", help="A comparison (default: all).")
     ] = None,
 ) -> None:
     """Measure what a head with random weights costs."""

@@ -166,14 +166,18 @@ class GrownTree:
             if node.position < deepest:
                 find_next(node, node.likeliest(width))
 
-    def nodes_of(self, tree: DraftTree) -> set[GrownNode]:
-        """Return the nodes made so far that a tree with the same root token has too."""
+    def nodes_of(self, tree: DraftTree, left_out: str) -> set[GrownNode]:
+        """Return the nodes made so far that a tree with the same root token has too.
+
+        left_out: name of a source whose nodes do not count where no other one proposes them.
+        """
         nodes: dict[int, GrownNode | None] = {ROOT: self.root}
         for index in range(1, len(tree)):
             parent = nodes[tree.parents[index]]
             token = tree.token_ids[index]
             nodes[index] = None if parent is None else parent.children.get(token)
-        return {node for node in nodes.values() if node is not None}
+        counted = (index for index in nodes if tree.sources[index] != (left_out,))
+        return {node for index in counted if (node := nodes[index]) is not None}
 
     def deepest(self, max_depth: int) -> int:
         """Return the position of nodes `max_depth` levels below the root."""

@@ -24,6 +24,7 @@ from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.drafters.candidates import CandidateRanker, Candidates
 from specdec.drafters.chain import DrawnChain
 from specdec.drafters.frontier import Frontier, Level, level_width
+from specdec.drafters.grammar import SOURCE as GRAMMAR_SOURCE
 from specdec.drafters.grammar import with_forced
 from specdec.drafters.grown_tree import GrownNode, GrownTree
 from specdec.sampling.context_window import ContextWindow
@@ -267,7 +268,9 @@ class ModelDrafter(Drafter):
         limits = self._limits
         n_free = self._sequence.num_free_slots
         level = frontier.take(min(level_width(limits.max_nodes), n_free))
-        known = set() if limits.known is None else tree.nodes_of(limits.known)
+        known = set()
+        if limits.known is not None:  # the draft runs forced tokens with the node before them
+            known = tree.nodes_of(limits.known, left_out=GRAMMAR_SOURCE)
         new = [node for _, node in level if node not in known]
         probability = sum(np.exp(tree.log_prob(node)) for node in new)
         return level if probability >= limits.min_level_probability else []

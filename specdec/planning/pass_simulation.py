@@ -61,9 +61,9 @@ class PassSimulation:
         return self.times(num_tokens).seconds
 
     def cost_model(self) -> CostModel:
-        """Return the maximum of one token's pass and a line through passes bound by their tokens.
+        """Return the roofline of passes: reads, and a line through those bound by their tokens.
 
-        Two pieces are as good for the policy as the simulated times themselves (docs/policy.md).
+        It is as good for the policy as the simulated times themselves (docs/policy.md).
         """
         # Without moving layers no reads hide the tokens' arithmetic, and experts' reads are not
         # hidden either, as every token needs some: a line through a few tokens is enough, and one

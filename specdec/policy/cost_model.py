@@ -35,6 +35,8 @@ _READS = len(_KNOTS)
 MIN_STALL = 0.1
 """Minimum share of a pass's time that it waits for weights if its reads bound it (bench/scenarios:
 from 0.05 to 0.2 the same within noise, with 0.3 0.99 of the speed)."""
+_SHORTEST = 1e-9
+"""Lower bound on the seconds of a pass, so that their logarithm is finite."""
 _ROUNDING = 1.0 + 1e-9
 
 
@@ -90,7 +92,7 @@ class CostModel:
         if self.all_experts is not None:
             fixed_seconds, seconds_per_token = self.all_experts
             seconds = np.minimum(seconds, fixed_seconds + seconds_per_token * num_tokens)
-        return np.maximum(seconds, self.min_seconds)
+        return np.maximum(seconds, max(self.min_seconds, _SHORTEST))
 
     def _corrected(self, num_tokens: Any) -> tuple[float, Any]:
         """Return the seconds of reads, and of the line at each number of tokens, as measured."""
@@ -144,7 +146,7 @@ class CostModel:
     @property
     def is_streamed(self) -> bool:
         """Whether every pass reads weights, so that processors wait."""
-        return self.read_seconds > 0.0
+        return self.read_seconds > _SHORTEST
 
     @property
     def num_free_tokens(self) -> int:
@@ -174,13 +176,13 @@ class CostModel:
         if seconds <= 0.0:
             return
         reads, line = self._corrected(np.float64(num_tokens))
-        has_waited = self.read_seconds > 0.0 and stall_seconds > MIN_STALL * seconds
-        self._sums *= LASTING
+        has_waited = self.is_streamed and stall_seconds > MIN_STALL * seconds
         # The other piece takes no longer than the pass.
         if has_waited or reads > seconds:
             self._add(_READS, seconds / self.read_seconds)
         if not has_waited or line > seconds:
             knot = int(np.abs(_KNOTS - np.log2(num_tokens)).argmin())
+            self._sums[:_READS] *= LASTING
             self._add(knot, seconds / float(self._line(np.float64(num_tokens))))
         self._fit()
 

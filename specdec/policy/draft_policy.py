@@ -29,6 +29,10 @@ _TYPICAL_DEPTH = 4
 """Minimum levels and nodes of a step that is evidence about the draft: a smaller one is at the end
 of a sequence or shares its pass with a prefill chunk."""
 
+_MAX_PLAIN_RATIO = 1.25
+"""Maximum measured time of a pass without draft tokens, relative to one with them. (The smaller of
+both would always be too small where times are noisy: 0.94 of the speed in bench/scenarios.)"""
+
 
 @dataclass
 class Step:
@@ -216,8 +220,14 @@ class DraftPolicy:
         )
 
     def _note_plain(self) -> None:
-        num_seqs = self.step.num_seqs
-        self.choice.plain_seconds = self.pair_statistics.cost.seconds(num_seqs) / num_seqs
+        num_seqs, cost = self.step.num_seqs, self.pair_statistics.cost
+        seconds = cost.seconds(num_seqs)
+        # The only pass without draft tokens may be the first of the process, which reads all that
+        # stays in memory; it cannot take much longer than one with them.
+        larger = cost.seconds(max(num_seqs, self.step.num_tokens))
+        if seconds > _MAX_PLAIN_RATIO * larger:
+            seconds = larger
+        self.choice.plain_seconds = seconds / num_seqs
 
 
 def _is_proposed_without_draft(sources: Sequence[str]) -> bool:

@@ -114,9 +114,10 @@ def observe_together(
     stall_seconds: time for which the pass waited for weights.
     """
     this, cost = policies[0].step, policies[0].pair_statistics.cost
-    seconds = policies[0].clock() - this.drafted_at
-    seconds = min(seconds, _MAX_OUTLIER * cost.seconds(this.num_tokens))
-    cost.observe(this.num_tokens, seconds, stall_seconds)
+    measured = policies[0].clock() - this.drafted_at
+    seconds = min(measured, _MAX_OUTLIER * cost.seconds(this.num_tokens))
+    if measured > 0.0:
+        cost.observe(this.num_tokens, seconds, stall_seconds * seconds / measured)
     num_seqs, n_more = len(policies), sum(tree.n_drafted for tree in trees)
     # Prompts pay for themselves.
     seconds *= cost.seconds(num_seqs + n_more) / cost.seconds(this.num_tokens)

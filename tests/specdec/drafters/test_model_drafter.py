@@ -80,6 +80,10 @@ def test_levels_that_others_propose_too_are_not_run(drafter):
     known = chain.best_subset(3)
     assert drafter.propose(CONTEXT, replace(limits, known=known)).n_runs == 1
     drafter.reset()
+    forced = DraftTree(CONTEXT[-1])
+    forced.add(ROOT, chain.token_ids[1], 0.0, "grammar")
+    assert drafter.propose(CONTEXT, replace(limits, known=forced)).n_runs == 8
+    drafter.reset()
     other = DraftTree(CONTEXT[-1])
     other.add(ROOT, (chain.token_ids[1] + 1) % 96, -0.1, "ngram")
     assert drafter.propose(CONTEXT, replace(limits, known=other)).n_runs == 8

@@ -189,6 +189,18 @@ def test_a_slow_first_pass_does_not_make_drafting_look_cheap_for_long():
     assert policy.choice.plain_seconds == pytest.approx(9.0, rel=0.02)
 
 
+def test_a_slow_first_pass_in_memory_is_not_what_plain_decoding_takes():
+    clock, cost = Clock(), CostModel(0.0, 1.0, 0.01)
+    policy = new_policy(SpecConfig(), cost, DRAFT, clock=clock)
+    policy.pair_statistics.cost.observe(1, 3.0)
+    for _ in range(10):
+        policy.limits(10, 64, 1000)
+        policy.step.num_tokens, policy.step.drafted_at = 16, clock.now
+        clock.now += 1.16
+        observe_together([policy], [Acceptance((0,), 99, False)], [unlikely_chain()])
+    assert policy.choice.plain_seconds < 1.5
+
+
 # --- chains of the rejection rule -----------------------------------------------------------------
 
 CHAIN = SpecConfig(("draft",), acceptance="rejection")
