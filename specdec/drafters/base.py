@@ -27,7 +27,7 @@ class TreeLimits:
     max_ahead_depth: int = 0
     """Maximum depth of parallel drafting from the same root: the next tree grows below this one."""
     known: DraftTree | None = None
-    """What other drafters propose for the same context."""
+    """The proposals of other drafters for the same context, as one tree."""
 
     def __post_init__(self) -> None:
         if min(self.max_nodes, self.max_depth, self.max_ahead_depth) < 0 or self.width < 1:

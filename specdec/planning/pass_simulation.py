@@ -86,13 +86,13 @@ class PassSimulation:
 
     def _bounds(self) -> tuple[float, float]:
         """Return the seconds of a pass of one token, as bound by its reads, and its arithmetic."""
-        one = self.times(1)
-        if one.stall_seconds > MIN_STALL * one.seconds:
-            return one.seconds, one.seconds - one.stall_seconds
+        token_pass = self.times(1)
+        if token_pass.stall_seconds > MIN_STALL * token_pass.seconds:
+            return token_pass.seconds, token_pass.seconds - token_pass.stall_seconds
         layers = self._layers(1)
         reads = sum(layer.read_seconds for layer in layers)
         reads = max(reads, sum(layer.copy_seconds for layer in layers))
-        return min(reads, one.seconds), one.seconds
+        return min(reads, token_pass.seconds), token_pass.seconds
 
     def _all_experts(
         self, fixed_seconds: float, seconds_per_token: float

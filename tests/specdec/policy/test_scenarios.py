@@ -68,7 +68,7 @@ def test_it_does_so_where_drafts_and_plans_mislead(name: str) -> None:
 
 @pytest.mark.slow
 def test_passes_that_take_longer_than_planned_do_not_hide_what_smaller_ones_take() -> None:
-    """Where arithmetic takes longer than planned, trees of four nodes took as long as such a pass
+    """Trees of four nodes, whose arithmetic takes longer than planned, took as long as such a pass
     with slow reads would, and smaller ones were never tried: 0.92 of the best."""
     scenario = REST["arithmetic takes longer than reads"]
     (best,) = best_fixed(scenario, (MEDIUM,), MANY_SEEDS)
