@@ -45,6 +45,9 @@ class Ggml:
         self.attention = declare(
             ggml.ggml_flash_attn_ext, pointer, *[pointer] * 5, real, real, real
         )
+        self.gated_delta_net = declare(
+            ggml.ggml_gated_delta_net, pointer, *[pointer] * 7, ctypes.c_int64
+        )
         self.quantize = declare(
             ggml.ggml_quantize_chunk, size, number, pointer, pointer, long, long, long, pointer
         )

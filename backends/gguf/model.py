@@ -115,6 +115,17 @@ class GgufModel:
         is_routed = self.n_experts > self.n_experts_used > 0
         return is_stack and is_routed and EXPERT_TENSOR.fullmatch(record.name) is not None
 
+    @cached_property
+    def state_input_bytes(self) -> int:
+        """Bytes per token of what Gated DeltaNet layers put into their states: the channels of
+        their convolutions before and after it, gates and betas, in float32."""
+        n_numbers = 0
+        for layer in self.layers:
+            sizes = {r.name.partition(".ssm_")[2]: r.shape[0] for r in layer.tensors}
+            if "beta.weight" in sizes or "ba.weight" in sizes:
+                n_numbers += 2 * sizes.get("conv1d.weight", 0) + 2 * sizes.get("dt.bias", 0)
+        return 4 * n_numbers
+
     def kv_bytes_per_token(
         self, type_k: str = "f16", type_v: str = "f16", *, flash_attention: bool = False
     ) -> int:

@@ -29,6 +29,7 @@ from backends.llama.context import ContextOptions, LlamaContext
 from backends.llama.loading import check_options, load_llama_model
 from backends.llama.passes import QUICK_HANDOVER, CancellablePasses
 from backends.llama.stream import StreamedLayers, mapped_ranges
+from backends.llama_states.state_inputs import StateInputs
 from offload.placement.placement import Placement
 from offload.storage.aligned import PAGE_BYTES
 from offload.storage.page_cache import drop_files
@@ -174,6 +175,7 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
                 before,
                 has_head=self._has_head,
                 outputs=self._outputs,
+                inputs=self._new_state_inputs(options),
             )
         self._open_context(options)
         if self._stream and placement is not None:
@@ -190,6 +192,10 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         self._context = LlamaContext(self._model, options, callback, self._outputs)
         self._closing.append(self._context.close)
         self._open_sequences(options)
+
+    def _new_state_inputs(self, options: ContextOptions) -> StateInputs | None:
+        """Return what takes the inputs of recurrent layers; None for models without them."""
+        return None
 
     @abstractmethod
     def _open_sequences(self, options: ContextOptions) -> None:

@@ -15,6 +15,7 @@ from backends.contract.backend import UnsupportedModel
 from backends.ggml.layer_outputs import LayerOutputs
 from backends.ggml.library import LlamaError
 from backends.ggml.tensor import Tensor
+from backends.llama_states.state_inputs import StateNodes
 from offload.placement.placement import LayerWeights
 
 _NO_WORK = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}
@@ -40,6 +41,7 @@ class PassSchedule:
     ends: Mapping[int, int]  # number of a node -> the layer that it is the last one to read
     routers: Mapping[int, int]  # number of a node -> the layer whose experts it chooses
     outputs: Mapping[int, int]  # number of a node -> the layer whose output it is
+    states: frozenset[int] = frozenset()  # numbers of nodes that write recurrent states
 
     def calls_back_after(self, number: int) -> bool:
         return number in self.ends or number in self.routers or number in self.outputs
@@ -50,6 +52,7 @@ def make_schedule(
     layers: Sequence[LayerWeights],
     routers: Mapping[int, int] | None = None,
     outputs: Mapping[int, int] | None = None,
+    states: frozenset[int] = frozenset(),
 ) -> PassSchedule:
     """Find the end of each streamed layer.
 
@@ -70,7 +73,7 @@ def make_schedule(
             )
         behind = readers[-1]
         ends[behind] = layer
-    return PassSchedule(len(nodes), ends, routers or {}, outputs or {})
+    return PassSchedule(len(nodes), ends, routers or {}, outputs or {}, states)
 
 
 class _AddressMap:
@@ -163,14 +166,14 @@ class GraphReader:
         """Return the layers that a node reads; `address` is that of its ggml_tensor."""
         if not self._is_checked:
             self._check_layout(address)
-        if self._op_name(ctypes.c_int.from_address(address + _OP).value) in _NO_WORK:
+        if self.op_name(address) in _NO_WORK:
             return frozenset()
         layers = map(self._weights.layer_at, self._read_addresses(address))
         return frozenset(layer for layer in layers if layer is not None)
 
     def show(self, address: int, routed: RoutedNodes) -> None:
         """Pass a node on to `routed`, after `layers_read`."""
-        name = self._op_name(ctypes.c_int.from_address(address + _OP).value)
+        name = self.op_name(address)
         layers = map(self._experts.layer_at, self._read_addresses(address))
         layer = next((x for x in layers if x is not None), None)
         routed.see(address, None if name in _NO_WORK else layer, name == _BY_EXPERT)
@@ -196,7 +199,9 @@ class GraphReader:
             if data:
                 yield data
 
-    def _op_name(self, op: int) -> bytes:
+    def op_name(self, address: int) -> bytes:
+        """Return the name of the operator of a ggml_tensor."""
+        op = ctypes.c_int.from_address(address + _OP).value
         if op not in self._op_names:
             self._op_names[op] = self._lib.ggml_op_name(op)
         return self._op_names[op]
@@ -224,6 +229,7 @@ class GraphRecord:
         self._nodes: list[Node] = []
         self._routed = RoutedNodes()
         self._output_nodes: dict[int, int] = {}
+        self._states = StateNodes(reader.op_name)
         self.caches: set[tuple[int, int]] = set()
         """(address, bytes) of the KV caches; some architectures have two."""
 
@@ -232,6 +238,7 @@ class GraphRecord:
         number = len(self._nodes)
         self._nodes.append(self._reader.layers_read(tensor))
         self._reader.show(tensor, self._routed)
+        self._states.see(number, tensor)
         layer = None if self._outputs is None else self._outputs.layer_of(tensor)
         if layer is not None:
             self._output_nodes[number] = layer
@@ -245,7 +252,8 @@ class GraphRecord:
         mixed: layers whose experts are read on demand.
         """
         routers = self._routed.routers(mixed)
-        return make_schedule(self._nodes, layers, routers, self._output_nodes)
+        states = self._states.numbers
+        return make_schedule(self._nodes, layers, routers, self._output_nodes, states)
 
 
 def check_one_split(log: Iterable[str]) -> None:

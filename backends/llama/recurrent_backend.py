@@ -13,9 +13,11 @@ from backends.llama.base import CellCounts, GgufBackend
 from backends.llama.batch import Batch
 from backends.llama.context import ContextOptions
 from backends.llama.prefix import RecurrentPrefix, SequenceState
+from backends.llama_states.state_inputs import StateInputs
 from backends.llama_states.states import States
 from backends.llama_states.store import MAX_REPLAYED, Lane, RecurrentStore
 from offload.formats.mapped import TensorShape
+from offload.process.cpus import usable_cpus
 
 
 class _OutputRows:
@@ -53,9 +55,21 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
     """See GgufBackend. A pass computes one sequence's chain; other chains and the branches of a
     tree take passes of their own, each of which reads a streamed model."""
 
+    _state_inputs: StateInputs | None = None
+
+    def _new_state_inputs(self, options: ContextOptions) -> StateInputs | None:
+        self._state_inputs = StateInputs(options.n_threads or usable_cpus())
+        return self._state_inputs
+
     def _open_sequences(self, options: ContextOptions) -> None:
         n_cells = self._context.n_cells - options.n_fillers
-        self._states = States(self._model.library, self._context.memory, options.n_states, n_cells)
+        self._states = States(
+            self._model.library,
+            self._context.memory,
+            options.n_states,
+            n_cells,
+            self._state_inputs,
+        )
         self._prefix = RecurrentPrefix(SequenceState(self._model, self._context))
 
     @property
@@ -121,6 +135,7 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
             part = tokens[start:stop]
             inside = {i - start: index for i, index in places.items() if start <= i < stop}
             end = len(state) + len(part)
+            may_return = bool(store.table.ids) or len(part) < min_count
             batch = Batch(
                 part,
                 range(len(state), end),
@@ -130,6 +145,7 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
                 state.sequence,
                 end,
                 state_rows=[i for i, index in inside.items() if index in output.states_at],
+                begun_at=(state.sequence, len(state)) if may_return else None,
             )
             output.take(list(inside.values()), self._run(batch))
             store.went(part, batch.n_fillers)

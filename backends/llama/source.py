@@ -219,7 +219,9 @@ class GgufSource(ModelSource):
         )
         if options not in self._scratch_bytes:
             memory = context_memory(self.model, self.weightless, options)
-            self._scratch_bytes[options] = memory.scratch_bytes
+            num_tokens = max(max_nodes, options.min_batch_tokens)  # of a pass that keeps inputs
+            n_bytes = memory.scratch_bytes + num_tokens * self.model.state_input_bytes
+            self._scratch_bytes[options] = n_bytes
         return self._scratch_bytes[options]
 
     def can_share_kv(self, ctx_size: int, kv_tokens: int, max_nodes: int) -> bool:

@@ -37,6 +37,7 @@ from backends.llama.graph import (
     chosen_experts,
 )
 from backends.llama.passes import QUICK_HANDOVER, PassCancelled
+from backends.llama_states.state_inputs import StateInputs
 from offload.experts.cached import keep_decay
 from offload.experts.readers import ExpertStats
 from offload.formats.tensors import TensorRecord
@@ -56,7 +57,8 @@ class StreamedLayers:
     `callback` is for the context; `start` then takes the layers out of memory. `mapped_before` are
     the `mapped_ranges` before the model was loaded: the same file may be open more than once.
     Experts are read one by one if `placement` has an expert cache, else as a part of the layers.
-    `outputs` takes outputs of layers, which a draft head asks for.
+    `outputs` takes outputs of layers, which a draft head asks for, and `inputs` what recurrent
+    layers put into their states.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class StreamedLayers:
         *,
         has_head: bool = False,
         outputs: LayerOutputs | None = None,
+        inputs: StateInputs | None = None,
     ) -> None:
         self._library = loaded.library
         self._model, self._layers, self._expert_plan = model, placement.layers, placement.experts
@@ -89,7 +92,7 @@ class StreamedLayers:
         self._caches: set[tuple[int, int]] = set()
         """(address, bytes) of the KV caches; some architectures have two."""
         self._recording: GraphRecord | None = None
-        self._outputs = outputs
+        self._outputs, self._inputs = outputs, inputs
         self._schedule_now = PassSchedule(0, {}, {}, {})
         """Schedule of the running pass."""
         self._n_asked = 0
@@ -174,6 +177,8 @@ class StreamedLayers:
         schedule = self._schedule(batch.n_tokens, batch.n_outputs)
         self._schedule_now = schedule
         self._n_asked, self._error, self._batch = 0, None, batch
+        if self._inputs is not None:
+            self._inputs.begin(batch.begun_at, len(schedule.states))
         self._advance(0, self._streamed[0] if self._streamed else None)
         self._prefetch_experts(0, batch, {})
         self.read_embeddings(batch.token_ids)
@@ -223,7 +228,7 @@ class StreamedLayers:
             number = self._n_asked
             self._n_asked = number + 1
             if self._recording is None:
-                return schedule.calls_back_after(number)
+                return schedule.calls_back_after(number) or self._takes_state(number)
         try:
             if ask:
                 if self._recording is not None and self._error is None:
@@ -232,6 +237,8 @@ class StreamedLayers:
             number = self._n_asked - 1
             if number in schedule.outputs and self._outputs is not None:
                 self._outputs.take(schedule.outputs[number], tensor)
+            if self._inputs is not None and self._takes_state(number):
+                self._inputs.take(tensor)
             if number in schedule.routers:
                 assert self._batch is not None
                 self._fetch_experts(schedule.routers[number], tensor, self._batch)
@@ -241,6 +248,10 @@ class StreamedLayers:
             self._error = error
             return False
         return True
+
+    def _takes_state(self, number: int) -> bool:
+        inputs = self._inputs
+        return inputs is not None and inputs.are_taken and number in self._schedule_now.states
 
     def _fetch_experts(self, layer: int, tensor: int, batch: Batch) -> None:
         """Read the chosen experts; padding tokens take the first token's, to save their reads."""

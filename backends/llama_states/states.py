@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from backends.contract.backend import KvUsage
+from backends.llama_states.state_inputs import StateInputs
 
 
 class StateUser(Protocol):
@@ -76,12 +77,20 @@ class States:
         n_sequences: llama.cpp sequences for states; the next one is the graveyard, and the one
             after it stays empty: graphs are recorded in it (see StreamedLayers).
         n_cells: maximum number of cells in use.
+        inputs: what recurrent layers took in the last pass, if that is known.
     """
 
-    def __init__(self, library: ModuleType, memory: Any, n_sequences: int, n_cells: int) -> None:
+    def __init__(
+        self,
+        library: ModuleType,
+        memory: Any,
+        n_sequences: int,
+        n_cells: int,
+        inputs: StateInputs | None = None,
+    ) -> None:
         self.n_sequences, self.n_cells = n_sequences, n_cells
         self._graveyard = n_sequences
-        self._library, self._memory = library, memory
+        self._library, self._memory, self._inputs = library, memory, inputs
         self._unused = list(range(n_sequences))
         self._users: list[StateUser] = []
         self._order: list[Cell] = []  # in memory order
@@ -110,15 +119,33 @@ class States:
                 raise RuntimeError(f"{self.n_sequences} recurrent states are too few for a pass")
         return State(self._unused.pop(0))
 
-    def copied(self, source: State | None, user: StateUser) -> State:
-        """Return a copy of a state, or an empty one for None."""
+    def copied(self, source: State | None, user: StateUser, length: int | None = None) -> State:
+        """Return a copy of a state, or an empty one for None.
+
+        length: tokens whose cells the copy has; its recurrent state is the same. None: all.
+        """
         copy = self.take(user)
         if source is not None and len(source):
-            self._library.llama_memory_seq_cp(self._memory, source.sequence, copy.sequence, -1, -1)
-            copy.cells = list(source.cells)
+            end = len(source) if length is None else length
+            self._library.llama_memory_seq_cp(self._memory, source.sequence, copy.sequence, 0, end)
+            copy.cells = source.cells[:end]
             for cell in copy.cells:
                 cell.n_users += 1
         return copy
+
+    def can_return(self, state: State, n_before: int) -> bool:
+        """Return whether a state can return to any token of the last pass, which went on from one
+        of `n_before` tokens."""
+        return self._inputs is not None and self._inputs.can_return(state.sequence, n_before)
+
+    def return_to(self, num_tokens: int) -> None:
+        """Let the state of the last pass be that after its first `num_tokens` tokens.
+
+        llama.cpp stores the position of the last token with it, and compares it with the next
+        pass's for a warning alone.
+        """
+        assert self._inputs is not None
+        self._inputs.return_to(num_tokens)
 
     def give_back(self, state: State) -> None:
         self.clear(state)

@@ -147,6 +147,36 @@ def test_accepted_tokens_are_replayed_with_the_next_nodes(
         ]
 
 
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next"])
+def test_states_of_a_streamed_pass_return_to_the_accepted_tokens(
+    name: str, load: Load, source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No accepted token is computed again: not after rejected ones, nor after padding."""
+    exactness = replace(source(name).exactness, min_batch_tokens=4)
+    placement = Placement(source(name).model.layers, 2)
+    with (
+        load(name, placement, exactness=exactness) as backend,
+        load(name, max_context=160, exactness=exactness) as plain,
+    ):
+        expected, kv = Plain(plain), backend.new_sequence()
+        kv.prefill(TEXT[:3])
+        rows, start = counted(backend, monkeypatch), 3
+        for n_accepted in (1, 3, 0, 5, 2, 4, 1, 1, 5, 3):
+            first = kv.next_node_id
+            chain = [*TEXT[start : start + n_accepted], 90, 91, 92, 93, 94][:5]
+            ids, logits = kv.extend(chain, [PREFIX, *range(first, first + 4)])
+            for i in range(n_accepted):
+                assert np.array_equal(logits[i], expected.row(TEXT[: start + i + 1]))
+            kv.commit(ids[:n_accepted])
+            start += n_accepted
+        for _ in range(3):
+            ids, logits = kv.extend([TEXT[start]], [PREFIX])
+            assert np.array_equal(logits[0], expected.row(TEXT[: start + 1]))
+            kv.commit(ids)
+            start += 1
+        assert rows == [5] * 10 + [4] * 3
+
+
 def test_a_chain_that_is_accepted_whole_is_computed_once(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
