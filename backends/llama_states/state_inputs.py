@@ -109,9 +109,11 @@ class StateInputs:
                 width = end - self._num_tokens
                 state = np.ascontiguousarray(part.inputs[:, num_tokens : num_tokens + width])
             else:
-                inputs = (each[:num_tokens] for each in part.inputs)
+                keys, values, gates, betas = (each[:num_tokens] for each in part.inputs)
                 before = None if is_from_zero else part.before
-                state = self._operator.state_after(before, *inputs, self._n_threads)
+                state = self._operator.state_after(
+                    before, keys, values, gates, betas, self._n_threads
+                )
             ctypes.memmove(part.state, state.ctypes.data, state.nbytes)
         self._pass = None  # its end is no more
 

@@ -135,9 +135,9 @@ class TreeShape:
         depths = np.array(tree.depths)
         is_drafted = np.array([DRAFT_SOURCE in sources for sources in tree.sources])
         is_new = np.array([sources == (DRAFT_SOURCE,) for sources in tree.sources])
+        is_new[ROOT] = is_new[depths == 1].all()
         deepest = int(depths[is_drafted].max(initial=0))
         gained = np.bincount(depths, weights=is_new * gains).astype(np.float64)
-        is_new[ROOT] = True
         probabilities = is_new * np.exp(tree.path_log_probs)
         draft = np.bincount(depths, weights=probabilities).astype(np.float64)
         # A tree of one level shows what that one gains: without it, few levels would stay few.

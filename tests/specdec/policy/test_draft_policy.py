@@ -12,6 +12,7 @@ from exact_rules import Case, chain_error, table_rows
 from bench.scenarios.scenario import Clock
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
+from specdec.drafters.merged import merge_trees
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
 from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
@@ -171,6 +172,16 @@ def test_tokens_of_n_grams_are_no_gain_of_a_level():
         return policy.acceptance_statistics.levels.means
 
     assert levels(4, 5, 6) == levels() != (0.0,)
+
+
+def test_a_level_that_n_grams_propose_is_no_evidence():
+    policy = new_policy(SpecConfig(), FREE, DRAFT)
+    drafted, looked_up = DraftTree(0), DraftTree(0)
+    drafted.add(0, 1, -0.1)
+    looked_up.add(looked_up.add(0, 1, -0.1, "ngram"), 2, -0.1, "ngram")
+    policy.limits(10, 64, 1000)
+    trim_together([policy], [merge_trees([drafted, looked_up])])
+    assert policy.acceptance_statistics.levels.means == (0.0,)
 
 
 def test_a_slow_first_pass_does_not_make_drafting_look_cheap_for_long():
