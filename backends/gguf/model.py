@@ -40,6 +40,8 @@ _HYBRID = frozenset(
     "minimax-01".split()
 )
 _RECURRENT_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.", "attention.recurrent_layers")
+_INPUT_TENSOR = re.compile(r"\.(ssm_conv1d\w*\.weight|shortconv\.conv\.weight|ssm_dt\.bias)$")
+_MAMBA_TENSOR = ".ssm_in.weight"
 _RECURRENT_TENSOR = re.compile(r"blk\.\d+\.(ssm_|shortconv\.|time_mix_)")
 _KEY_TENSOR = re.compile(r"blk\.\d+\.attn_(k|v|kv|kv_[ab](_mqa)?|k_b|v_b)\.")
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.")
@@ -117,13 +119,14 @@ class GgufModel:
 
     @cached_property
     def state_input_bytes(self) -> int:
-        """Bytes per token of what Gated DeltaNet layers put into their states: the channels of
-        their convolutions before and after it, gates and betas, in float32."""
+        """Maximum bytes per token of what recurrent layers, but for Mamba's, put into their states:
+        channels of convolutions before and after them, gates and betas, in float32."""
         n_numbers = 0
         for layer in self.layers:
-            sizes = {r.name.partition(".ssm_")[2]: r.shape[0] for r in layer.tensors}
-            if "beta.weight" in sizes or "ba.weight" in sizes:
-                n_numbers += 2 * sizes.get("conv1d.weight", 0) + 2 * sizes.get("dt.bias", 0)
+            if any(record.name.endswith(_MAMBA_TENSOR) for record in layer.tensors):
+                continue
+            sizes = (r.shape[0] for r in layer.tensors if _INPUT_TENSOR.search(r.name))
+            n_numbers += 2 * sum(sizes)
         return 4 * n_numbers
 
     def kv_bytes_per_token(

@@ -1,10 +1,10 @@
 """StateInputs: recurrent states after the first tokens of a pass, without another pass.
 
 A recurrent layer replaces its state with every token, so a pass leaves the state after its last
-one. What a layer of Gated DeltaNet puts into its state is small beside it: keys, values and gates
-of the tokens, and the inputs of a convolution. They are copied during the pass. If fewer of its
-tokens are accepted, the state after those follows from the state before the pass, by ggml's own
-operator, and replaces the one in llama.cpp's memory.
+one. What layers put into their states is small beside them: the inputs of a convolution, and keys,
+values and gates of Gated DeltaNet. They are copied during the pass. If fewer of its tokens are
+accepted, the state after those follows from the state before the pass, by ggml's own operator, and
+replaces the one in llama.cpp's memory.
 
 Other recurrent layers are not known here: their accepted tokens are computed again with the next
 nodes (RecurrentStore).
@@ -23,18 +23,18 @@ from backends.ggml.tensor import F32, Tensor
 
 _CACHES = (b"cache_r_l", b"cache_s_l")
 """Prefixes of llama.cpp's names of recurrent states: of convolutions, and of the layers."""
-_CONVOLUTION = b"conv_input-"
-_COPY, _ROWS, _DELTA = b"CPY", b"GET_ROWS", b"GATED_DELTA_NET"
+_COPY, _JOINED, _ROWS, _DELTA = b"CPY", b"CONCAT", b"GET_ROWS", b"GATED_DELTA_NET"
 _N_INPUTS = 6  # queries, keys, values, gates, betas, state
 
 
 @dataclass(frozen=True)
 class _Convolution:
-    """state: address of the state after the pass. inputs: float32 [channels, width - 1 + tokens],
-    those of the state before the pass first."""
+    """state: address of the state after the pass, the last `width` inputs of each channel.
+    inputs: float32 [channels, width + tokens], those of the state before the pass first."""
 
     state: int
     inputs: np.ndarray
+    width: int
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ class StateInputs:
         """Copy what a node, just computed, has written into a state, by its ggml_tensor."""
         node = Tensor.from_address(address)
         source = _whole(node.src[0])
-        if source.name.startswith(_CONVOLUTION):
-            part: _Convolution | _Delta = _Convolution(node.data, self._copied(source, 2))
+        if _is_convolution(node):
+            width = Tensor.from_address(node.src[0]).ne[0]
+            part: _Convolution | _Delta = _Convolution(node.data, self._copied(source, 2), width)
         else:
             inputs = [Tensor.from_address(source.src[i]) for i in range(_N_INPUTS)]
             copies = tuple(self._copied(each, 3) for each in inputs[1:5])
@@ -105,9 +106,8 @@ class StateInputs:
         is_from_zero = self._pass[1] == 0
         for part in self._parts:
             if isinstance(part, _Convolution):
-                end = part.inputs.shape[1]
-                width = end - self._num_tokens
-                state = np.ascontiguousarray(part.inputs[:, num_tokens : num_tokens + width])
+                end = num_tokens + part.width
+                state = np.ascontiguousarray(part.inputs[:, num_tokens:end])
             else:
                 keys, values, gates, betas = (each[:num_tokens] for each in part.inputs)
                 before = None if is_from_zero else part.before
@@ -116,10 +116,6 @@ class StateInputs:
                 )
             ctypes.memmove(part.state, state.ctypes.data, state.nbytes)
         self._pass = None  # its end is no more
-
-    @property
-    def _num_tokens(self) -> int:
-        return next(len(part.inputs[0]) for part in self._parts if isinstance(part, _Delta))
 
     def _copied(self, tensor: Tensor, n_dimensions: int) -> np.ndarray:
         """Return a copy of a float32 tensor, shape in numpy's order."""
@@ -168,15 +164,22 @@ class StateNodes:
         source = Tensor.from_address(at)
         if node.type != F32 or source.type != F32:
             return False
-        if source.name.startswith(_CONVOLUTION):
-            return int(source.ne[2]) == int(source.ne[3]) == 1
+        if _is_convolution(node):
+            view = Tensor.from_address(node.src[0])
+            is_end = view.nb[1] == source.nb[1] and view.ne[1] == source.ne[1]
+            return self._op_name(at) == _JOINED and source.ne[2] == source.ne[3] == 1 and is_end
         if self._op_name(at) != _DELTA:
             return False
         inputs = [Tensor.from_address(source.src[i]) for i in range(_N_INPUTS)]
         state = _whole_address(source.src[5])
-        is_one_sequence = all(int(each.ne[3]) == 1 for each in inputs)
+        is_one_sequence = all(each.ne[3] == 1 for each in inputs)
         are_floats = all(each.type == F32 for each in inputs)
         return is_one_sequence and are_floats and self._op_name(state) == _ROWS
+
+
+def _is_convolution(node: Tensor) -> bool:
+    """Return whether a node writes the state of a convolution."""
+    return bool(Tensor.from_address(node.view_src).name.startswith(_CACHES[0]))
 
 
 def _whole_address(address: int) -> int:

@@ -61,10 +61,10 @@ def load(source: Callable[[str], GgufSource]) -> Load:
         run = opened._run
         return RecurrentLlamaBackend(
             opened.model,
-            n_threads=1,
             placement=placement,
             load_mode="mmap" if placement is None else "stream",
             **{
+                "n_threads": 1,
                 "cache_type_k": run.type_k,
                 "cache_type_v": run.type_v,
                 "max_context": 60,
@@ -147,7 +147,7 @@ def test_accepted_tokens_are_replayed_with_the_next_nodes(
         ]
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next"])
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe"])
 def test_states_of_a_streamed_pass_return_to_the_accepted_tokens(
     name: str, load: Load, source: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +155,7 @@ def test_states_of_a_streamed_pass_return_to_the_accepted_tokens(
     exactness = replace(source(name).exactness, min_batch_tokens=4)
     placement = Placement(source(name).model.layers, 2)
     with (
-        load(name, placement, exactness=exactness) as backend,
+        load(name, placement, exactness=exactness, n_threads=2) as backend,
         load(name, max_context=160, exactness=exactness) as plain,
     ):
         expected, kv = Plain(plain), backend.new_sequence()
@@ -175,6 +175,14 @@ def test_states_of_a_streamed_pass_return_to_the_accepted_tokens(
             kv.commit(ids)
             start += 1
         assert rows == [5] * 10 + [4] * 3
+        assert kv.snapshot_lengths[-1] == start
+        buffers = {t.name: bytearray(t.n_bytes) for t in kv.prefix_tensors()}
+        kv.save_prefix({name: memoryview(buffer) for name, buffer in buffers.items()})
+        tensors = {t.name: (t, memoryview(buffers[t.name])) for t in kv.prefix_tensors()}
+        other = backend.new_sequence()
+        other.load_prefix(TEXT[:start], tensors)
+        logits = other.extend(TEXT[start : start + 2], [PREFIX, other.next_node_id])[1]
+        assert np.array_equal(logits[1], expected.row(TEXT[: start + 2]))
 
 
 def test_a_chain_that_is_accepted_whole_is_computed_once(
