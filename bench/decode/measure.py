@@ -110,7 +110,8 @@ def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe | None, out: TextIO) 
         for chosen in keywords.values():  # threads, caches and scratch memory, not the policy
             llm.generate(spec.prompts[0].text, **chosen, **few)
     costs = plan.cost_model, plan.draft_cost_model
-    statistics = {mode: PairStatistics(*costs, plan.n_draft_tokens) for mode in keywords}
+    sizes = plan.n_draft_tokens, plan.tree_width
+    statistics = {mode: PairStatistics(*costs, *sizes) for mode in keywords}
     records: list[Record] = []
     started = time.monotonic()
     for index, prompt in enumerate(spec.prompts):

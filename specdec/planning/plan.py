@@ -243,6 +243,7 @@ def _plan_of(
             cache_types=target.cache_types,
             uses_mmap=options.load_mode == "mmap",
             accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
+            tree_width=options.spec.width,
             warnings=own_warnings + warnings,
             notes=_cut_context(options, chosen.memory_plan) + notes,
             vram_source="" if gpu is None else gpu.vram_source,

@@ -11,6 +11,7 @@ from backends.contract.source import KvSplit
 from offload.budget import MEMORY
 from offload.placement.placement import Placement
 from offload.placement.tiers import CUDA_CONTEXT_BYTES, VRAM
+from specdec.config import DEFAULT_TREE_WIDTH
 from specdec.metrics.renamed import RenamedFields, with_old_names
 from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.memory.planner import MemoryPlanner
@@ -47,6 +48,8 @@ class RunPlan(RenamedFields):
     """Whether the target's weights are left to the page cache and not counted."""
     accept_threshold: float | None = None
     """Probability from which draft tokens are accepted (lossy); None is lossless."""
+    tree_width: int = DEFAULT_TREE_WIDTH
+    """Maximum number of branches below one token of a tree."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """Remarks where the plan differs from what the options suggest."""

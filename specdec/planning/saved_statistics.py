@@ -43,7 +43,7 @@ class SavedStatistics:
         self._path = cache_folder() / f"pair-{digest}.json"
         costs = plan.cost_model, plan.draft_cost_model
         self.pair_statistics = pair_statistics_of(
-            *costs, plan.n_draft_tokens, load_cached(self._path)
+            *costs, plan.n_draft_tokens, load_cached(self._path), plan.tree_width
         )
         self._before = self.pair_statistics.state_dict()
 

@@ -306,7 +306,7 @@ def _predict_tree(
     gain: float,
 ) -> Alternative:
     block_size = None if draft is None else draft.compute.block_size
-    run = 0.0 if draft is None else draft.seconds(run_tokens(n_drafted, block_size))
+    run = 0.0 if draft is None else draft.seconds(run_tokens(n_drafted, spec.width, block_size))
     per_level = run if block_size is None else 0.0
     depth = best_depth(spec, min(spec.depth, n_drafted), target.seconds(1 + n_drafted), per_level)
     if draft is not None:

@@ -38,7 +38,7 @@ def predict_throughput(chosen: Alternative, num_seqs: int, width: int) -> Throug
         assert draft is not None, "without one there are no trees"
         n_levels = min(chosen.depth, likely_levels(n_tree, width))
         block_size = draft.compute.block_size
-        run = draft.seconds(num_seqs * run_tokens(n_tree, block_size))
+        run = draft.seconds(num_seqs * run_tokens(n_tree, width, block_size))
         drafting = runs_of_levels(n_levels, block_size) * run
         seconds = target.seconds(num_seqs * (1 + n_tree)) + drafting
         return num_seqs * expected_tokens(n_tree, n_levels) / seconds

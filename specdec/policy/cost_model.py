@@ -221,14 +221,18 @@ def _log_planned(cost: CostModel) -> NDArray[np.float64]:
     return np.log([*line, cost.read_seconds or 1.0])[:, None]
 
 
-def run_tokens(num_nodes: int, block_size: int | None) -> int:
-    """Return the maximum tokens of one run of a draft for a tree of `num_nodes` nodes."""
-    return block_size or max(1, min(num_nodes, level_width(num_nodes)))
+def run_tokens(num_nodes: int, width: int, block_size: int | None) -> int:
+    """Return the maximum tokens of one run of a draft for a tree of `num_nodes` nodes.
+
+    width: maximum number of branches below one token; chains have one.
+    """
+    n_abreast = 1 if width == 1 else level_width(num_nodes)
+    return block_size or max(1, min(num_nodes, n_abreast))
 
 
-def run_seconds(draft_cost: CostModel, num_nodes: int) -> float:
+def run_seconds(draft_cost: CostModel, num_nodes: int, width: int) -> float:
     """Return the planned maximum seconds of one run of the draft model."""
-    return draft_cost.planned_seconds(run_tokens(num_nodes, draft_cost.block_size))
+    return draft_cost.planned_seconds(run_tokens(num_nodes, width, draft_cost.block_size))
 
 
 def runs_of_levels(depth: int, block_size: int | None) -> int:

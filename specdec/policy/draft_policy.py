@@ -96,7 +96,7 @@ class DraftPolicy:
             n_likely = min(cost.num_free_tokens - 1, n_nodes)
         self.n_nodes = n_nodes
         """Maximum draft tokens of a tree, for which memory is reserved."""
-        per_run = 0.0 if draft_cost is None else run_seconds(draft_cost, n_likely)
+        per_run = 0.0 if draft_cost is None else run_seconds(draft_cost, n_likely, config.width)
         block_size = pair_statistics.block_size
         per_level = per_run if block_size is None else 0.0
         self.depth = best_depth(config, config.depth, cost.planned_seconds(1 + n_likely), per_level)

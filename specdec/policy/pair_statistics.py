@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from specdec.config import DEFAULT_TREE_WIDTH
 from specdec.policy.calibration import Calibration, chain_acceptance_rate, depth_gain
 from specdec.policy.cost_model import CostModel, run_seconds
 from specdec.policy.modes import FIRST_BUDGET, DraftChoice
@@ -106,13 +107,22 @@ class PairStatistics:
         cost: planned seconds of a target pass; copied, not changed.
         draft_cost: planned seconds of a draft pass; None without a draft.
         n_nodes: maximum draft tokens of a tree.
+        width: maximum number of branches below one token of a tree.
 
     Attributes:
         cost: seconds of a target pass, as planned and measured.
     """
 
-    def __init__(self, cost: CostModel, draft_cost: CostModel | None, n_nodes: int) -> None:
-        draft_pass_seconds = 0.0 if draft_cost is None else run_seconds(draft_cost, n_nodes)
+    def __init__(
+        self,
+        cost: CostModel,
+        draft_cost: CostModel | None,
+        n_nodes: int,
+        width: int = DEFAULT_TREE_WIDTH,
+    ) -> None:
+        draft_pass_seconds = 0.0
+        if draft_cost is not None:
+            draft_pass_seconds = run_seconds(draft_cost, n_nodes, width)
         self.cost, self.draft_cost, self.n_nodes = replace(cost), draft_cost, n_nodes
         self._drafts = MovingAverage(LASTING, (draft_pass_seconds,))
         self._acceptance_statistics: dict[tuple[object, ...], AcceptanceStatistics] = {}
@@ -204,10 +214,14 @@ class PairStatistics:
 
 
 def pair_statistics_of(
-    cost: CostModel, draft_cost: CostModel | None, n_nodes: int, state_dict: Any = None
+    cost: CostModel,
+    draft_cost: CostModel | None,
+    n_nodes: int,
+    state_dict: Any = None,
+    width: int = DEFAULT_TREE_WIDTH,
 ) -> PairStatistics:
     """Return statistics that begin with another process's `state_dict`, where these are valid."""
-    loaded = PairStatistics(cost, draft_cost, n_nodes)
+    loaded = PairStatistics(cost, draft_cost, n_nodes, width)
     try:
         if state_dict["version"] == _VERSION:
             loaded.cost.load_state_dict(state_dict["passes"])
@@ -217,5 +231,5 @@ def pair_statistics_of(
             acceptance_statistics = list(dict(state_dict["acceptance"]).items())
             loaded._saved = dict(acceptance_statistics[:MAX_SAVED_ENTRIES])
     except _BROKEN:
-        return PairStatistics(cost, draft_cost, n_nodes)
+        return PairStatistics(cost, draft_cost, n_nodes, width)
     return loaded
