@@ -57,8 +57,8 @@ DEFAULT_CACHE_TYPE = CACHE_TYPES[0]
 _QUANTISED_CACHE_TYPES = ("q8_0", "q4_0")
 _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
 _SAMPLE_ROWS = (1, 4, 8, 16, 32)
-"""Tokens of timed passes: a root and a tree of 2**k - 1 nodes, which plans prefer, since the time of
-ggml's products steps up after each power of two."""
+"""Tokens of timed passes: a root and a tree of 2**k - 1 nodes, as plans have them, since the time
+of ggml's products steps up after each power of two."""
 _SAMPLE_SHARE = 8
 """Divisor of the memory limit: timing layers takes at most that part of it."""
 
