@@ -229,6 +229,11 @@ class ModelSource(ABC):
         cached ones, and `max_nodes` live nodes; 0 without recurrent layers."""
         return 0
 
+    def state_input_bytes(self, max_nodes: int) -> int:
+        """Return the bytes that a streamed model keeps beside recurrent states, to roll them back
+        to one of `max_nodes` nodes; 0 without such states."""
+        return 0
+
     def measure_states(self, reading: Path | None = None) -> ComputeCurve | None:
         """Return the seconds that a pass takes for recurrent states; None without recurrent layers.
 

@@ -6,6 +6,8 @@ import ctypes
 
 F32 = 0
 """Type number of float32, as in ggml.h."""
+NO_WORK = frozenset((b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"))
+"""Operators that compute nothing."""
 
 
 class Tensor(ctypes.Structure):

@@ -40,8 +40,8 @@ _HYBRID = frozenset(
     "minimax-01".split()
 )
 _RECURRENT_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.", "attention.recurrent_layers")
-_INPUT_TENSOR = re.compile(r"\.(ssm_conv1d\w*\.weight|shortconv\.conv\.weight|ssm_dt\.bias)$")
-_MAMBA_TENSOR = ".ssm_in.weight"
+_CONVOLUTION_TENSOR = re.compile(r"\.(ssm_conv1d\w*|shortconv\.conv)\.weight$")
+_GATE_TENSOR, _MAMBA_TENSOR = ".ssm_dt.bias", ".ssm_d"
 _RECURRENT_TENSOR = re.compile(r"blk\.\d+\.(ssm_|shortconv\.|time_mix_)")
 _KEY_TENSOR = re.compile(r"blk\.\d+\.attn_(k|v|kv|kv_[ab](_mqa)?|k_b|v_b)\.")
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.")
@@ -117,16 +117,18 @@ class GgufModel:
         is_routed = self.n_experts > self.n_experts_used > 0
         return is_stack and is_routed and EXPERT_TENSOR.fullmatch(record.name) is not None
 
-    @cached_property
-    def state_input_bytes(self) -> int:
-        """Maximum bytes per token of what recurrent layers, but for Mamba's, put into their states:
-        channels of convolutions before and after them, gates and betas, in float32."""
+    def state_input_bytes(self, num_tokens: int) -> int:
+        """Return the maximum bytes of what recurrent layers put into their states in a pass, in
+        float32: channels before and after convolutions, gates and betas. Mamba's do not count."""
         n_numbers = 0
         for layer in self.layers:
             if any(record.name.endswith(_MAMBA_TENSOR) for record in layer.tensors):
                 continue
-            sizes = (r.shape[0] for r in layer.tensors if _INPUT_TENSOR.search(r.name))
-            n_numbers += 2 * sum(sizes)
+            for record in layer.tensors:
+                if _CONVOLUTION_TENSOR.search(record.name):
+                    n_numbers += record.shape[0] * (2 * num_tokens + record.shape[-1])
+                elif record.name.endswith(_GATE_TENSOR):
+                    n_numbers += record.shape[0] * 2 * num_tokens
         return 4 * n_numbers
 
     def kv_bytes_per_token(

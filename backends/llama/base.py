@@ -175,7 +175,7 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
                 before,
                 has_head=self._has_head,
                 outputs=self._outputs,
-                inputs=self._new_state_inputs(options),
+                inputs=self._new_state_inputs(model, options),
             )
         self._open_context(options)
         if self._stream and placement is not None:
@@ -193,8 +193,8 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         self._closing.append(self._context.close)
         self._open_sequences(options)
 
-    def _new_state_inputs(self, options: ContextOptions) -> StateInputs | None:
-        """Return what takes the inputs of recurrent layers; None for models without them."""
+    def _new_state_inputs(self, model: GgufModel, options: ContextOptions) -> StateInputs | None:
+        """Return what keeps the inputs of recurrent states; None for models without them."""
         return None
 
     @abstractmethod

@@ -24,8 +24,8 @@ class Batch:
         scratch_start: the position of the first padding token in it.
         state_rows: indices of the tokens to return hidden states of.
         hidden_states: float32 [n, width]: the target's, for a draft head; None for other models.
-        begun_at: a sequence and its tokens before the pass, whose recurrent states may return to
-            an earlier token of it; None: to none.
+        rollback_start: a sequence and its tokens before the pass, whose recurrent states may be
+            rolled back to a token of it; None: to none.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Batch:
         scratch_start: int = 0,
         state_rows: Sequence[int] | np.ndarray = (),
         hidden_states: np.ndarray | None = None,
-        begun_at: tuple[int, int] | None = None,
+        rollback_start: tuple[int, int] | None = None,
     ) -> None:
         self.n_fillers = max(0, min_count - len(token_ids))
         self.n_tokens = len(token_ids) + self.n_fillers
@@ -59,7 +59,7 @@ class Batch:
         self._outputs = np.zeros(self.n_tokens, dtype=np.int8)
         self._outputs[outputs] = 1
         self.state_rows = np.asarray(state_rows, dtype=np.int64)
-        self.begun_at, self._hidden_states = begun_at, hidden_states
+        self.rollback_start, self._hidden_states = rollback_start, hidden_states
         if hidden_states is not None:
             padding = ((0, self.n_fillers), (0, 0))
             self._hidden_states = np.pad(hidden_states.astype(np.float32), padding)

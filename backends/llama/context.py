@@ -91,6 +91,11 @@ class ContextOptions:
         return self.min_batch_tokens - 1
 
     @property
+    def max_rollback_tokens(self) -> int:
+        """Maximum tokens of a pass whose recurrent states may be rolled back to one of them."""
+        return max(self.max_nodes, self.min_batch_tokens)
+
+    @property
     def max_num_tokens(self) -> int:
         widest_chunk = min(self.max_context, PREFILL_TOKENS)
         return max(self.max_nodes, widest_chunk, self.min_batch_tokens)

@@ -14,11 +14,10 @@ import numpy as np
 from backends.contract.backend import UnsupportedModel
 from backends.ggml.layer_outputs import LayerOutputs
 from backends.ggml.library import LlamaError
-from backends.ggml.tensor import Tensor
+from backends.ggml.tensor import NO_WORK, Tensor
 from backends.llama_states.state_inputs import StateNodes
 from offload.placement.placement import LayerWeights
 
-_NO_WORK = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}
 _BY_EXPERT = b"MUL_MAT_ID"
 Node = frozenset[int]
 """The layers that a node of the graph reads from."""
@@ -41,7 +40,8 @@ class PassSchedule:
     ends: Mapping[int, int]  # number of a node -> the layer that it is the last one to read
     routers: Mapping[int, int]  # number of a node -> the layer whose experts it chooses
     outputs: Mapping[int, int]  # number of a node -> the layer whose output it is
-    states: frozenset[int] = frozenset()  # numbers of nodes that write recurrent states
+    states: frozenset[int] = frozenset()  # numbers of nodes to take recurrent states' inputs at
+    n_state_parts: int = 0
 
     def calls_back_after(self, number: int) -> bool:
         return number in self.ends or number in self.routers or number in self.outputs
@@ -52,7 +52,7 @@ def make_schedule(
     layers: Sequence[LayerWeights],
     routers: Mapping[int, int] | None = None,
     outputs: Mapping[int, int] | None = None,
-    states: frozenset[int] = frozenset(),
+    states: StateNodes | None = None,
 ) -> PassSchedule:
     """Find the end of each streamed layer.
 
@@ -73,7 +73,8 @@ def make_schedule(
             )
         behind = readers[-1]
         ends[behind] = layer
-    return PassSchedule(len(nodes), ends, routers or {}, outputs or {}, states)
+    taken = (states.numbers, states.n_parts) if states is not None else (frozenset(), 0)
+    return PassSchedule(len(nodes), ends, routers or {}, outputs or {}, *taken)
 
 
 class _AddressMap:
@@ -166,7 +167,7 @@ class GraphReader:
         """Return the layers that a node reads; `address` is that of its ggml_tensor."""
         if not self._is_checked:
             self._check_layout(address)
-        if self.op_name(address) in _NO_WORK:
+        if self.op_name(address) in NO_WORK:
             return frozenset()
         layers = map(self._weights.layer_at, self._read_addresses(address))
         return frozenset(layer for layer in layers if layer is not None)
@@ -176,7 +177,7 @@ class GraphReader:
         name = self.op_name(address)
         layers = map(self._experts.layer_at, self._read_addresses(address))
         layer = next((x for x in layers if x is not None), None)
-        routed.see(address, None if name in _NO_WORK else layer, name == _BY_EXPERT)
+        routed.see(address, None if name in NO_WORK else layer, name == _BY_EXPERT)
 
     def cache_memory(self, address: int) -> tuple[int, int] | None:
         """Return (address, bytes) of the KV cache that a node reads or writes, or None.
@@ -252,8 +253,7 @@ class GraphRecord:
         mixed: layers whose experts are read on demand.
         """
         routers = self._routed.routers(mixed)
-        states = self._states.numbers
-        return make_schedule(self._nodes, layers, routers, self._output_nodes, states)
+        return make_schedule(self._nodes, layers, routers, self._output_nodes, self._states)
 
 
 def check_one_split(log: Iterable[str]) -> None:

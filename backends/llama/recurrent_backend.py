@@ -9,6 +9,7 @@ import numpy as np
 
 from backends.contract.sequence import NO_HIDDEN_STATES, SavedTensors, SequenceInput
 from backends.contract.store import NewTokens, PassOutput
+from backends.gguf.model import GgufModel
 from backends.llama.base import CellCounts, GgufBackend
 from backends.llama.batch import Batch
 from backends.llama.context import ContextOptions
@@ -57,9 +58,12 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
 
     _state_inputs: StateInputs | None = None
 
-    def _new_state_inputs(self, options: ContextOptions) -> StateInputs | None:
-        self._state_inputs = StateInputs(options.n_threads or usable_cpus())
-        return self._state_inputs
+    def _new_state_inputs(self, model: GgufModel, options: ContextOptions) -> StateInputs | None:
+        n_bytes = model.state_input_bytes(options.max_rollback_tokens)
+        inputs = StateInputs(options.n_threads or usable_cpus(), n_bytes)
+        self._closing.append(inputs.close)
+        self._state_inputs = inputs
+        return inputs
 
     def _open_sequences(self, options: ContextOptions) -> None:
         n_cells = self._context.n_cells - options.n_fillers
@@ -135,7 +139,11 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
             part = tokens[start:stop]
             inside = {i - start: index for i, index in places.items() if start <= i < stop}
             end = len(state) + len(part)
-            may_return = bool(store.table.ids) or len(part) < min_count
+            # Rejected nodes and padding come last. A pass that does not begin at the base, or that
+            # is wider than planned, cannot be rolled back.
+            may_end_earlier = len(store.table) > 0 or len(part) < min_count
+            is_kept = may_end_earlier and len(state) == store.n_base and stop == len(tokens)
+            is_kept = is_kept and len(part) <= self._options.max_rollback_tokens
             batch = Batch(
                 part,
                 range(len(state), end),
@@ -145,7 +153,7 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
                 state.sequence,
                 end,
                 state_rows=[i for i, index in inside.items() if index in output.states_at],
-                begun_at=(state.sequence, len(state)) if may_return else None,
+                rollback_start=(state.sequence, len(state)) if is_kept else None,
             )
             output.take(list(inside.values()), self._run(batch))
             store.went(part, batch.n_fillers)

@@ -177,6 +177,10 @@ class GgufSource(ModelSource):
         options = ContextOptions(1, 1, max_num_seqs=2 * n_sequences, is_recurrent=True)
         return options.n_sequences * self._bytes_of_a_state
 
+    def state_input_bytes(self, max_nodes: int) -> int:
+        options = ContextOptions(1, max_nodes, exactness=self.exactness)
+        return self.model.state_input_bytes(options.max_rollback_tokens)
+
     @cached_property
     def _bytes_of_a_state(self) -> int:
         return bytes_of_a_state(self.weightless)
@@ -219,9 +223,7 @@ class GgufSource(ModelSource):
         )
         if options not in self._scratch_bytes:
             memory = context_memory(self.model, self.weightless, options)
-            num_tokens = max(max_nodes, options.min_batch_tokens)  # of a pass that keeps inputs
-            n_bytes = memory.scratch_bytes + num_tokens * self.model.state_input_bytes
-            self._scratch_bytes[options] = n_bytes
+            self._scratch_bytes[options] = memory.scratch_bytes
         return self._scratch_bytes[options]
 
     def can_share_kv(self, ctx_size: int, kv_tokens: int, max_nodes: int) -> bool:

@@ -95,6 +95,8 @@ class StreamedLayers:
         self._outputs, self._inputs = outputs, inputs
         self._schedule_now = PassSchedule(0, {}, {}, {})
         """Schedule of the running pass."""
+        self._taken: frozenset[int] = frozenset()
+        """Nodes of the running pass to take states' inputs at."""
         self._n_asked = 0
         self._error: BaseException | None = None
         self._batch: Batch | None = None
@@ -177,8 +179,11 @@ class StreamedLayers:
         schedule = self._schedule(batch.n_tokens, batch.n_outputs)
         self._schedule_now = schedule
         self._n_asked, self._error, self._batch = 0, None, batch
+        self._taken = frozenset()
         if self._inputs is not None:
-            self._inputs.begin(batch.begun_at, len(schedule.states))
+            self._inputs.begin(batch.rollback_start, schedule.n_state_parts)
+            if batch.rollback_start is not None:
+                self._taken = schedule.states
         self._advance(0, self._streamed[0] if self._streamed else None)
         self._prefetch_experts(0, batch, {})
         self.read_embeddings(batch.token_ids)
@@ -228,7 +233,7 @@ class StreamedLayers:
             number = self._n_asked
             self._n_asked = number + 1
             if self._recording is None:
-                return schedule.calls_back_after(number) or self._takes_state(number)
+                return schedule.calls_back_after(number) or number in self._taken
         try:
             if ask:
                 if self._recording is not None and self._error is None:
@@ -237,7 +242,7 @@ class StreamedLayers:
             number = self._n_asked - 1
             if number in schedule.outputs and self._outputs is not None:
                 self._outputs.take(schedule.outputs[number], tensor)
-            if self._inputs is not None and self._takes_state(number):
+            if number in self._taken and self._inputs is not None:
                 self._inputs.take(tensor)
             if number in schedule.routers:
                 assert self._batch is not None
@@ -248,10 +253,6 @@ class StreamedLayers:
             self._error = error
             return False
         return True
-
-    def _takes_state(self, number: int) -> bool:
-        inputs = self._inputs
-        return inputs is not None and inputs.are_taken and number in self._schedule_now.states
 
     def _fetch_experts(self, layer: int, tensor: int, batch: Batch) -> None:
         """Read the chosen experts; padding tokens take the first token's, to save their reads."""

@@ -1,4 +1,4 @@
-"""StateInputs: recurrent states after the first tokens of a pass, without another pass.
+"""StateInputs: roll recurrent states back to a token in the middle of a pass.
 
 A recurrent layer replaces its state with every token, so a pass leaves the state after its last
 one. What layers put into their states is small beside them: the inputs of a convolution, and keys,
@@ -6,8 +6,8 @@ values and gates of Gated DeltaNet. They are copied during the pass. If fewer of
 accepted, the state after those follows from the state before the pass, by ggml's own operator, and
 replaces the one in llama.cpp's memory.
 
-Other recurrent layers are not known here: their accepted tokens are computed again with the next
-nodes (RecurrentStore).
+Graphs with other recurrent layers are not known here: their accepted tokens are computed again with
+the next nodes (RecurrentStore).
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from backends.ggml.gated_delta import GatedDeltaNet
-from backends.ggml.tensor import F32, Tensor
+from backends.ggml.library import LlamaError
+from backends.ggml.tensor import F32, NO_WORK, Tensor
 
-_CACHES = (b"cache_r_l", b"cache_s_l")
-"""Prefixes of llama.cpp's names of recurrent states: of convolutions, and of the layers."""
-_COPY, _JOINED, _ROWS, _DELTA = b"CPY", b"CONCAT", b"GET_ROWS", b"GATED_DELTA_NET"
-_N_INPUTS = 6  # queries, keys, values, gates, betas, state
+_CONVOLUTION_STATES, _LAYER_STATES = b"cache_r_l", b"cache_s_l"
+"""Prefixes of llama.cpp's names of recurrent states."""
+_CPY, _CONCAT, _GET_ROWS, _DELTA = b"CPY", b"CONCAT", b"GET_ROWS", b"GATED_DELTA_NET"
+_N_SOURCES = 6  # of _DELTA: queries, keys, values, gates, betas, state
+_NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
 class _Convolution:
-    """state: address of the state after the pass, the last `width` inputs of each channel.
-    inputs: float32 [channels, width + tokens], those of the state before the pass first."""
+    """The inputs of a layer's convolution.
+
+    state: address of the state after the pass, the last `width` inputs of each channel.
+    inputs: float32 [channels, width + tokens], those of the state before the pass first.
+    """
 
     state: int
     inputs: np.ndarray
@@ -39,8 +44,11 @@ class _Convolution:
 
 @dataclass(frozen=True)
 class _Delta:
-    """state, before: addresses of the states after and before the pass. inputs: keys, values, gates
-    and betas, float32 [tokens, heads, ...]."""
+    """The inputs of a layer of Gated DeltaNet.
+
+    state, before: addresses of the states after and before the pass.
+    inputs: keys, values, gates and betas, float32 [tokens, heads, ...].
+    """
 
     state: int
     before: int
@@ -52,58 +60,71 @@ class StateInputs:
 
     Args:
         n_threads: maximum number of threads.
+        n_bytes: memory for the inputs, taken at once. A pass that needs more is not kept.
     """
 
-    def __init__(self, n_threads: int) -> None:
+    def __init__(self, n_threads: int, n_bytes: int) -> None:
         self._n_threads = n_threads
         self._operator = GatedDeltaNet()
-        self._buffers: list[np.ndarray] = []
-        """Memory of the copies, which every pass uses again in the same order."""
+        self._memory = np.full(n_bytes // _NUMBER_BYTES, 0.0, dtype=np.float32)
         self._n_used = 0
         self._parts: list[_Convolution | _Delta] = []
-        self._n_parts = -1
-        """Number of parts of a complete pass; -1: nothing is taken."""
-        self._pass: tuple[int, int] | None = None
+        self._n_parts = 0
+        """Parts of a complete pass."""
+        self._row: int | None = None
+        """Row of the states before the pass, in all layers."""
+        self._start: tuple[int, int] | None = None
+        """See `begin`; None: the last pass is not kept."""
 
-    @property
-    def are_taken(self) -> bool:
-        """Whether the running pass is one whose inputs are taken."""
-        return self._pass is not None
+    def close(self) -> None:
+        """Free the memory. Idempotent."""
+        self.begin(None)
+        self._memory = np.empty(0, dtype=np.float32)
+        self._operator.close()
 
-    def begin(self, begun_at: tuple[int, int] | None, n_parts: int = 0) -> None:
+    def begin(self, start: tuple[int, int] | None, n_parts: int = 0) -> None:
         """Begin a pass.
 
-        begun_at: (llama.cpp sequence, its tokens before the pass); None: take nothing.
-        n_parts: nodes of its graph that will be taken.
+        start: (llama.cpp sequence, its tokens before the pass); None: keep nothing.
+        n_parts: layers' parts in its graph.
         """
-        self._pass, self._n_parts = (begun_at if n_parts else None), n_parts
+        self._start, self._n_parts, self._row = start, n_parts, None
         self._parts, self._n_used = [], 0
 
     def take(self, address: int) -> None:
         """Copy what a node, just computed, has written into a state, by its ggml_tensor."""
         node = Tensor.from_address(address)
-        source = _whole(node.src[0])
-        if _is_convolution(node):
-            width = Tensor.from_address(node.src[0]).ne[0]
-            part: _Convolution | _Delta = _Convolution(node.data, self._copied(source, 2), width)
-        else:
-            inputs = [Tensor.from_address(source.src[i]) for i in range(_N_INPUTS)]
-            copies = tuple(self._copied(each, 3) for each in inputs[1:5])
-            part = _Delta(node.data, _row_address(_whole(source.src[5])), copies)
-        self._parts.append(part)
+        if not node.view_src:
+            self._row = _single_row(node)
+            return
+        source = _source(node)
+        if _writes_convolution(node):
+            inputs = self._copy(source, 2)
+            if inputs is not None:
+                width = Tensor.from_address(node.src[0]).ne[0]
+                self._parts.append(_Convolution(node.data, inputs, width))
+            return
+        copies = [self._copy(Tensor.from_address(source.src[i]), 3) for i in range(1, 5)]
+        known = tuple(copy for copy in copies if copy is not None)
+        if len(known) == len(copies) and self._row is not None:
+            states = _source(_viewed(source.src[5]))
+            before = states.data + self._row * states.nb[1]
+            self._parts.append(_Delta(node.data, before, known))
 
-    def can_return(self, sequence: int, num_tokens: int) -> bool:
-        """Return whether the last pass was of a sequence with so many tokens before it, and a state
-        of theirs that is still there."""
-        if self._pass != (sequence, num_tokens) or len(self._parts) != self._n_parts:
+    def can_roll_back(self, sequence: int, num_tokens: int) -> bool:
+        """Return whether the last pass was of a sequence with so many tokens before it, and the
+        state of those is still there."""
+        if self._start != (sequence, num_tokens) or len(self._parts) != self._n_parts:
             return False
         deltas = (part for part in self._parts if isinstance(part, _Delta))
-        return num_tokens == 0 or all(part.before != part.state for part in deltas)
+        return bool(self._parts) and (
+            num_tokens == 0 or all(part.before != part.state for part in deltas)
+        )
 
-    def return_to(self, num_tokens: int) -> None:
+    def roll_back(self, num_tokens: int) -> None:
         """Replace the states after the pass with those after its first `num_tokens` tokens."""
-        assert self._pass is not None
-        is_from_zero = self._pass[1] == 0
+        assert self._start is not None
+        is_from_zero, self._start = self._start[1] == 0, None  # once: its end is overwritten
         for part in self._parts:
             if isinstance(part, _Convolution):
                 end = num_tokens + part.width
@@ -115,85 +136,114 @@ class StateInputs:
                     before, keys, values, gates, betas, self._n_threads
                 )
             ctypes.memmove(part.state, state.ctypes.data, state.nbytes)
-        self._pass = None  # its end is no more
 
-    def _copied(self, tensor: Tensor, n_dimensions: int) -> np.ndarray:
-        """Return a copy of a float32 tensor, shape in numpy's order."""
+    def _copy(self, tensor: Tensor, n_dimensions: int) -> np.ndarray | None:
+        """Return a copy of a float32 tensor, shape in numpy's order; None if memory is used up."""
         shape = tuple(tensor.ne[:n_dimensions])[::-1]
         strides = tuple(tensor.nb[:n_dimensions])[::-1]
-        n_numbers = int(np.prod(shape))
-        if self._n_used == len(self._buffers):
-            self._buffers.append(np.empty(0, dtype=np.float32))
-        if len(self._buffers[self._n_used]) < n_numbers:
-            self._buffers[self._n_used] = np.empty(n_numbers, dtype=np.float32)
-        copy = self._buffers[self._n_used][:n_numbers].reshape(shape)
-        self._n_used += 1
-        n_bytes = 4 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        raw = (ctypes.c_ubyte * n_bytes).from_address(tensor.data)
+        start, self._n_used = self._n_used, self._n_used + int(np.prod(shape))
+        if self._n_used > len(self._memory):
+            return None
+        copy = self._memory[start : self._n_used].reshape(shape)
+        spans = ((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        raw = (ctypes.c_ubyte * (_NUMBER_BYTES + sum(spans))).from_address(tensor.data)
         np.copyto(copy, np.ndarray(shape, np.float32, raw, strides=strides))
         return copy
 
 
 class StateNodes:
-    """Finds the nodes of a graph that write recurrent states; `see` is called with all of them.
+    """The nodes of a graph that read and write recurrent states.
 
     op_name: name of the operator of a ggml_tensor, by its address.
     """
 
     def __init__(self, op_name: Callable[[int], bytes]) -> None:
         self._op_name = op_name
-        self._known: set[int] = set()
+        self._rows: int | None = None
+        self._writes: set[int] = set()
         self._are_known = True
+        self._last_work = 0  # address of the last node that computes something
+
+    @property
+    def n_parts(self) -> int:
+        return len(self._writes) if self._are_known else 0
 
     @property
     def numbers(self) -> frozenset[int]:
         """Numbers of the nodes to take; none if a state is written in a way that is not known."""
-        return frozenset(self._known) if self._are_known else frozenset()
+        if not self.n_parts:
+            return frozenset()
+        return frozenset(self._writes | (set() if self._rows is None else {self._rows}))
 
     def see(self, number: int, address: int) -> None:
+        """Take the next node; called with all of them."""
+        op, before = self._op_name(address), self._last_work
+        if op in NO_WORK:
+            return
+        self._last_work = address
         node = Tensor.from_address(address)
-        if self._op_name(address) != _COPY or 0 in tuple(node.ne):
+        if 0 in tuple(node.ne):
             return
-        if not _whole(address).name.startswith(_CACHES):
-            return
-        self._known.add(number)
-        self._are_known = self._are_known and self._is_known(node)
+        # The row is read where the first layer has read it: later its number may be overwritten.
+        if op == _GET_ROWS and self._rows is None and _reads_layer_state(node):
+            self._rows = number
+        if op == _CPY and node.view_src and _is_state(Tensor.from_address(node.view_src)):
+            self._writes.add(number)
+            self._are_known = self._are_known and self._is_known(node, before)
 
-    def _is_known(self, node: Tensor) -> bool:
-        at = _whole_address(node.src[0])
+    def _is_known(self, node: Tensor, before: int) -> bool:
+        view, at = Tensor.from_address(node.src[0]), _viewed_address(node.src[0])
         source = Tensor.from_address(at)
         if node.type != F32 or source.type != F32:
             return False
-        if _is_convolution(node):
-            view = Tensor.from_address(node.src[0])
-            is_end = view.nb[1] == source.nb[1] and view.ne[1] == source.ne[1]
-            return self._op_name(at) == _JOINED and source.ne[2] == source.ne[3] == 1 and is_end
-        if self._op_name(at) != _DELTA:
+        if _writes_convolution(node):
+            end = (source.ne[0] - view.ne[0]) * source.nb[0]
+            is_end = view.view_offs == end and view.nb[1] == source.nb[1]
+            is_whole = view.ne[1] == source.ne[1] and source.ne[2] == source.ne[3] == 1
+            return self._op_name(at) == _CONCAT and is_end and is_whole
+        # The inputs are read after the copy, so nothing may be computed in their memory before it.
+        if self._op_name(at) != _DELTA or at != before or self._rows is None:
             return False
-        inputs = [Tensor.from_address(source.src[i]) for i in range(_N_INPUTS)]
-        state = _whole_address(source.src[5])
+        inputs = [Tensor.from_address(source.src[i]) for i in range(_N_SOURCES)]
+        values, states = inputs[2], _viewed_address(source.src[5])
+        n_outputs = values.ne[0] * values.ne[1] * values.ne[2]
+        is_last_state = source.op_params[0] == 1 and view.view_offs == n_outputs * _NUMBER_BYTES
         is_one_sequence = all(each.ne[3] == 1 for each in inputs)
         are_floats = all(each.type == F32 for each in inputs)
-        return is_one_sequence and are_floats and self._op_name(state) == _ROWS
+        is_row = self._op_name(states) == _GET_ROWS
+        return is_last_state and is_one_sequence and are_floats and is_row
 
 
-def _is_convolution(node: Tensor) -> bool:
-    """Return whether a node writes the state of a convolution."""
-    return bool(Tensor.from_address(node.view_src).name.startswith(_CACHES[0]))
-
-
-def _whole_address(address: int) -> int:
+def _viewed_address(address: int) -> int:
     """Return the address of the tensor that a view shows, or of a tensor that is none."""
     return Tensor.from_address(address).view_src or address
 
 
-def _whole(address: int) -> Tensor:
-    return Tensor.from_address(_whole_address(address))
+def _viewed(address: int) -> Tensor:
+    return Tensor.from_address(_viewed_address(address))
 
 
-def _row_address(rows: Tensor) -> int:
-    """Return the address of the one row that a GET_ROWS node copied."""
-    table, ids = (Tensor.from_address(rows.src[i]) for i in range(2))
-    index = ctypes.c_int32.from_address(ids.data).value
-    address: int = table.data + index * table.nb[1]
-    return address
+def _source(node: Tensor) -> Tensor:
+    """Return the tensor that a node's first source shows."""
+    return _viewed(node.src[0])
+
+
+def _is_state(tensor: Tensor) -> bool:
+    return bool(tensor.name.startswith((_CONVOLUTION_STATES, _LAYER_STATES)))
+
+
+def _writes_convolution(node: Tensor) -> bool:
+    return bool(Tensor.from_address(node.view_src).name.startswith(_CONVOLUTION_STATES))
+
+
+def _reads_layer_state(node: Tensor) -> bool:
+    return bool(_source(node).name.startswith(_LAYER_STATES))
+
+
+def _single_row(node: Tensor) -> int:
+    """Return the number of the row that a GET_ROWS node has copied."""
+    rows, ids = (Tensor.from_address(node.src[i]) for i in range(2))
+    row = ctypes.c_int32.from_address(ids.data).value
+    if not 0 <= row < rows.ne[1]:
+        raise LlamaError(f"llama.cpp reads state {row} of {rows.ne[1]}: use --load-mode mmap")
+    return row

@@ -77,7 +77,7 @@ class States:
         n_sequences: llama.cpp sequences for states; the next one is the graveyard, and the one
             after it stays empty: graphs are recorded in it (see StreamedLayers).
         n_cells: maximum number of cells in use.
-        inputs: what recurrent layers took in the last pass, if that is known.
+        inputs: what recurrent layers put into their states in the last pass; None: not kept.
     """
 
     def __init__(
@@ -133,19 +133,19 @@ class States:
                 cell.n_users += 1
         return copy
 
-    def can_return(self, state: State, n_before: int) -> bool:
-        """Return whether a state can return to any token of the last pass, which went on from one
-        of `n_before` tokens."""
-        return self._inputs is not None and self._inputs.can_return(state.sequence, n_before)
+    def can_roll_back(self, state: State, n_before: int) -> bool:
+        """Return whether a state can be rolled back to any token of the last pass, which went on
+        from one of `n_before` tokens."""
+        return self._inputs is not None and self._inputs.can_roll_back(state.sequence, n_before)
 
-    def return_to(self, num_tokens: int) -> None:
+    def roll_back(self, num_tokens: int) -> None:
         """Let the state of the last pass be that after its first `num_tokens` tokens.
 
         llama.cpp stores the position of the last token with it, and compares it with the next
         pass's for a warning alone.
         """
         assert self._inputs is not None
-        self._inputs.return_to(num_tokens)
+        self._inputs.roll_back(num_tokens)
 
     def give_back(self, state: State) -> None:
         self.clear(state)

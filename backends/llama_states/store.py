@@ -9,9 +9,9 @@ A pass therefore works on a copy of the state and keeps the original:
     checkpoint  the state after the last prompt, to which a later prompt can return
 
 If all that `live` has gone through is committed, it becomes the base, and so it does where it can
-return to the last committed token (StateInputs). Otherwise the next pass begins at the base again,
-with the accepted tokens before its nodes: a few rows more in a pass that reads the model anyway. A
-pass that reads it for them alone is due when they are MAX_REPLAYED.
+be rolled back to the last committed token (StateInputs, in streamed models). Otherwise the next
+pass begins at the base again, with the accepted tokens before its nodes: a few rows more in a pass
+that reads the model anyway. A pass that reads it for them alone is due when they are MAX_REPLAYED.
 
 llama.cpp's own rollback (n_rs_seq) would save those rows, but takes a state for every node and
 sequence: a 27B's states of 151 MB times 16 nodes are 2.4 GB, as much as 14 % of its Q4_K_M layers.
@@ -134,16 +134,16 @@ class RecurrentStore:
         self._tokens = {node: self._tokens[node] for node in self.table.ids}
 
     def promote_live(self) -> None:
-        """Make `live` the base if it has gone through the committed tokens and no others, or can
-        return to the last of them."""
+        """Make `live` the base if it has gone through the committed tokens and no others, or can be
+        rolled back to the last of them."""
         replayed = self.replayed
         if self._live is None or self._through[: len(replayed)] != replayed:
             return
         if self._through == replayed:
             base, dropped = self._live, self._base
-        elif self._can_return:
-            self._states.return_to(len(replayed))
-            self._give_base()  # a sequence for the copy
+        elif self._can_roll_back:
+            self._states.roll_back(len(replayed))
+            self._give_base()  # frees the llama.cpp sequence that the copy takes
             base = self._states.copied(self._live, self, self.table.n_committed)
             dropped = self._live
         else:
@@ -153,13 +153,13 @@ class RecurrentStore:
             self._states.give_back(dropped)
 
     @property
-    def _can_return(self) -> bool:
-        """Whether `live` can return to the last committed token, and no node comes after that."""
+    def _can_roll_back(self) -> bool:
+        """Whether `live` can be rolled back to the last committed token, and no node needs it."""
         return (
             self._live is not None
             and bool(self.replayed)
             and not self.table.ids
-            and self._states.can_return(self._live, self.n_base)
+            and self._states.can_roll_back(self._live, self.n_base)
         )
 
     def restorable(self, length: int) -> int:

@@ -135,6 +135,7 @@ class TreeShape:
         depths = np.array(tree.depths)
         is_drafted = np.array([DRAFT_SOURCE in sources for sources in tree.sources])
         is_new = np.array([sources == (DRAFT_SOURCE,) for sources in tree.sources])
+        # A first level that others propose too shows nothing of a run at the root.
         is_new[ROOT] = is_new[depths == 1].all()
         deepest = int(depths[is_drafted].max(initial=0))
         gained = np.bincount(depths, weights=is_new * gains).astype(np.float64)

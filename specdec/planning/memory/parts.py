@@ -120,6 +120,8 @@ def _add_model(
     where[f"{model} embeddings and head"] = source.non_layer_bytes
     where[f"{model} KV cache"] = source.kv_bytes(kv_tokens, n_nodes)
     state_bytes = source.state_bytes(n_sequences, n_nodes)
+    if model == "target":  # drafts do not stream
+        state_bytes += source.state_input_bytes(n_nodes)
     if state_bytes:
         where[f"{model} recurrent states"] = state_bytes
     where[f"{model} activations"] = source.shared_scratch_bytes(*sizes, num_tokens, n_nodes)

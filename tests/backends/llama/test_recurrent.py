@@ -25,6 +25,7 @@ from backends.contract.exactness import EXACT_OFF
 from backends.contract.prefix_cache import PrefixCache
 from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions
+from backends.ggml.gated_delta import GatedDeltaNet
 from backends.ggml.library import LlamaModel
 from backends.gguf.model import _HYBRID, _RECURRENT, load_gguf_model
 from backends.gguf.recurrent import TRIED, refuse_untried
@@ -148,14 +149,15 @@ def test_accepted_tokens_are_replayed_with_the_next_nodes(
 
 
 @pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe"])
-def test_states_of_a_streamed_pass_return_to_the_accepted_tokens(
+def test_states_of_a_streamed_pass_are_rolled_back_to_the_accepted_tokens(
     name: str, load: Load, source: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No accepted token is computed again: not after rejected ones, nor after padding."""
+    """No accepted token is computed again: not after rejected ones, nor after padding. Trees of the
+    planned size fill the planned memory."""
     exactness = replace(source(name).exactness, min_batch_tokens=4)
     placement = Placement(source(name).model.layers, 2)
     with (
-        load(name, placement, exactness=exactness, n_threads=2) as backend,
+        load(name, placement, exactness=exactness, n_threads=2, max_nodes=5) as backend,
         load(name, max_context=160, exactness=exactness) as plain,
     ):
         expected, kv = Plain(plain), backend.new_sequence()
@@ -183,6 +185,53 @@ def test_states_of_a_streamed_pass_return_to_the_accepted_tokens(
         other.load_prefix(TEXT[:start], tensors)
         logits = other.extend(TEXT[start : start + 2], [PREFIX, other.next_node_id])[1]
         assert np.array_equal(logits[1], expected.row(TEXT[: start + 2]))
+
+
+def test_the_last_of_several_sequences_is_rolled_back(
+    load: Load, source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = Placement(source("qwen35").model.layers, 2)
+    with (
+        load("qwen35", placement, max_num_seqs=3) as backend,
+        load("qwen35", max_context=160) as plain,
+    ):
+        expected, sequences = Plain(plain), [backend.new_sequence(), backend.new_sequence()]
+        for i, kv in enumerate(sequences):
+            kv.prefill(TEXT[i : i + 9])
+        rows, start = counted(backend, monkeypatch), 9
+        for _ in range(2):
+            extended = []
+            for i, kv in enumerate(sequences):
+                first, at = kv.next_node_id, start + i
+                chain = [*TEXT[at : at + 2], 90, 91, 92]
+                ids, logits = kv.extend(chain, [PREFIX, *range(first, first + 4)])
+                assert np.array_equal(logits[1], expected.row(TEXT[i : at + 2]))
+                extended.append(ids)
+            for kv, ids in zip(sequences, extended, strict=True):
+                kv.commit(ids[:2])
+            start += 2
+        assert rows == [5, 5, 7, 5]
+
+
+def test_a_rollback_that_fails_leaves_the_committed_tokens(
+    load: Load, source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> np.ndarray:
+        raise MemoryError
+
+    placement = Placement(source("qwen35").model.layers, 2)
+    with load("qwen35", placement) as backend, load("qwen35", max_context=160) as plain:
+        kv = backend.new_sequence()
+        kv.prefill(TEXT[:9])
+        first = kv.next_node_id
+        ids, _ = kv.extend([*TEXT[9:11], 90], [PREFIX, first, first + 1])
+        with monkeypatch.context() as patched:
+            patched.setattr(GatedDeltaNet, "state_after", fail)
+            with pytest.raises(MemoryError):
+                kv.commit(ids[:2])
+        assert kv.n_committed == 9
+        logits = kv.extend([TEXT[9]], [PREFIX])[1]
+        assert np.array_equal(logits[0], Plain(plain).row(TEXT[:10]))
 
 
 def test_a_chain_that_is_accepted_whole_is_computed_once(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.policy.cost_model import MAX_MEASURED_TOKENS, CostModel
+from specdec.policy.cost_model import MAX_MEASURED_TOKENS, CostModel, run_tokens
 
 READ, FIXED, PER_TOKEN = 1.0, 0.2, 0.05
 LEARNT_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
@@ -25,6 +25,12 @@ def cost() -> CostModel:
 
 
 # --- plan -----------------------------------------------------------------------------------------
+
+
+def test_a_run_of_a_chain_computes_one_token():
+    assert run_tokens(64, width=1, block_size=None) == 1
+    assert run_tokens(64, width=8, block_size=None) > 8
+    assert run_tokens(64, width=1, block_size=16) == 16
 
 
 @given(costs, st.integers(1, 100_000))

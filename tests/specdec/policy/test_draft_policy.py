@@ -174,14 +174,15 @@ def test_tokens_of_n_grams_are_no_gain_of_a_level():
     assert levels(4, 5, 6) == levels() != (0.0,)
 
 
-def test_a_level_that_n_grams_propose_is_no_evidence():
+@pytest.mark.parametrize("is_proposed", [False, True])
+def test_a_level_that_n_grams_propose_is_no_evidence(is_proposed: bool):
     policy = new_policy(SpecConfig(), FREE, DRAFT)
     drafted, looked_up = DraftTree(0), DraftTree(0)
     drafted.add(0, 1, -0.1)
     looked_up.add(looked_up.add(0, 1, -0.1, "ngram"), 2, -0.1, "ngram")
     policy.limits(10, 64, 1000)
-    trim_together([policy], [merge_trees([drafted, looked_up])])
-    assert policy.acceptance_statistics.levels.means == (0.0,)
+    trim_together([policy], [merge_trees([drafted, looked_up]) if is_proposed else drafted])
+    assert (policy.acceptance_statistics.levels.means == (0.0,)) == is_proposed
 
 
 def test_a_slow_first_pass_does_not_make_drafting_look_cheap_for_long():
