@@ -59,8 +59,9 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
     _state_inputs: StateInputs | None = None
 
     def _new_state_inputs(self, model: GgufModel, options: ContextOptions) -> StateInputs | None:
-        n_bytes = model.state_input_bytes(options.max_rollback_tokens)
-        inputs = StateInputs(options.n_threads or usable_cpus(), n_bytes)
+        max_tokens = options.max_rollback_tokens
+        n_bytes = model.state_input_bytes(max_tokens)
+        inputs = StateInputs(options.n_threads or usable_cpus(), max_tokens, n_bytes)
         self._closing.append(inputs.close)
         self._state_inputs = inputs
         return inputs
@@ -139,11 +140,9 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
             part = tokens[start:stop]
             inside = {i - start: index for i, index in places.items() if start <= i < stop}
             end = len(state) + len(part)
-            # Rejected nodes and padding come last. A pass that does not begin at the base, or that
-            # is wider than planned, cannot be rolled back.
+            # Rejected nodes and padding come last; only passes from the base on are rolled back.
             may_end_earlier = len(store.table) > 0 or len(part) < min_count
-            is_kept = may_end_earlier and len(state) == store.n_base and stop == len(tokens)
-            is_kept = is_kept and len(part) <= self._options.max_rollback_tokens
+            is_kept = may_end_earlier and len(state) == store.n_base
             batch = Batch(
                 part,
                 range(len(state), end),

@@ -23,8 +23,11 @@ from backends.ggml.library import LlamaError
 from backends.ggml.tensor import F32, NO_WORK, Tensor
 
 _CONVOLUTION_STATES, _LAYER_STATES = b"cache_r_l", b"cache_s_l"
-"""Prefixes of llama.cpp's names of recurrent states."""
+"""Prefixes of llama.cpp's names of recurrent states. Some graphs rename some of them; all are in
+one buffer."""
 _CPY, _CONCAT, _GET_ROWS, _DELTA = b"CPY", b"CONCAT", b"GET_ROWS", b"GATED_DELTA_NET"
+_SCALE = b"SCALE"
+"""Zeroes the state of a new sequence, before the layer reads it."""
 _N_SOURCES = 6  # of _DELTA: queries, keys, values, gates, betas, state
 _NUMBER_BYTES = 4
 
@@ -60,11 +63,12 @@ class StateInputs:
 
     Args:
         n_threads: maximum number of threads.
-        n_bytes: memory for the inputs, taken at once. A pass that needs more is not kept.
+        max_tokens: maximum tokens at the beginning of a pass whose inputs are kept.
+        n_bytes: memory for the inputs of so many tokens, taken at once.
     """
 
-    def __init__(self, n_threads: int, n_bytes: int) -> None:
-        self._n_threads = n_threads
+    def __init__(self, n_threads: int, max_tokens: int, n_bytes: int) -> None:
+        self._n_threads, self._max_tokens = n_threads, max_tokens
         self._operator = GatedDeltaNet()
         self._memory = np.full(n_bytes // _NUMBER_BYTES, 0.0, dtype=np.float32)
         self._n_used = 0
@@ -98,28 +102,29 @@ class StateInputs:
             self._row = _single_row(node)
             return
         source = _source(node)
-        if _writes_convolution(node):
-            inputs = self._copy(source, 2)
-            if inputs is not None:
-                width = Tensor.from_address(node.src[0]).ne[0]
-                self._parts.append(_Convolution(node.data, inputs, width))
+        if source.src[_N_SOURCES - 1] is None:
+            width = Tensor.from_address(node.src[0]).ne[0]
+            n_inputs = min(source.ne[0], width + self._max_tokens)
+            inputs = self._copy(source, (source.ne[1], n_inputs))
+            self._parts.append(_Convolution(node.data, inputs, width))
             return
-        copies = [self._copy(Tensor.from_address(source.src[i]), 3) for i in range(1, 5)]
-        known = tuple(copy for copy in copies if copy is not None)
-        if len(known) == len(copies) and self._row is not None:
-            states = _source(_viewed(source.src[5]))
-            before = states.data + self._row * states.nb[1]
-            self._parts.append(_Delta(node.data, before, known))
+        assert self._row is not None, "a layer before this copy has read it"
+        tensors = [Tensor.from_address(source.src[i]) for i in range(1, 5)]
+        num_tokens = min(tensors[0].ne[2], self._max_tokens)
+        copies = (self._copy(each, (num_tokens, each.ne[1], each.ne[0])) for each in tensors)
+        states = _source(_viewed(source.src[5]))
+        before = states.data + self._row * states.nb[1]
+        self._parts.append(_Delta(node.data, before, tuple(copies)))
 
-    def can_roll_back(self, sequence: int, num_tokens: int) -> bool:
-        """Return whether the last pass was of a sequence with so many tokens before it, and the
-        state of those is still there."""
-        if self._start != (sequence, num_tokens) or len(self._parts) != self._n_parts:
+    def can_roll_back(self, sequence: int, n_before: int, num_tokens: int) -> bool:
+        """Return whether the last pass was of a sequence with `n_before` tokens before it, the
+        state of those is still there, and the inputs of its first `num_tokens` are kept."""
+        if self._start != (sequence, n_before) or num_tokens > self._max_tokens:
+            return False
+        if not self._parts or len(self._parts) != self._n_parts:
             return False
         deltas = (part for part in self._parts if isinstance(part, _Delta))
-        return bool(self._parts) and (
-            num_tokens == 0 or all(part.before != part.state for part in deltas)
-        )
+        return n_before == 0 or all(part.before != part.state for part in deltas)
 
     def roll_back(self, num_tokens: int) -> None:
         """Replace the states after the pass with those after its first `num_tokens` tokens."""
@@ -137,13 +142,12 @@ class StateInputs:
                 )
             ctypes.memmove(part.state, state.ctypes.data, state.nbytes)
 
-    def _copy(self, tensor: Tensor, n_dimensions: int) -> np.ndarray | None:
-        """Return a copy of a float32 tensor, shape in numpy's order; None if memory is used up."""
-        shape = tuple(tensor.ne[:n_dimensions])[::-1]
-        strides = tuple(tensor.nb[:n_dimensions])[::-1]
+    def _copy(self, tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a copy of the first numbers of a float32 tensor, shape in numpy's order."""
+        strides = tuple(tensor.nb[: len(shape)])[::-1]
         start, self._n_used = self._n_used, self._n_used + int(np.prod(shape))
         if self._n_used > len(self._memory):
-            return None
+            raise LlamaError("llama.cpp's graph has more recurrent layers than the file names")
         copy = self._memory[start : self._n_used].reshape(shape)
         spans = ((n - 1) * step for n, step in zip(shape, strides, strict=True))
         raw = (ctypes.c_ubyte * (_NUMBER_BYTES + sum(spans))).from_address(tensor.data)
@@ -160,20 +164,28 @@ class StateNodes:
     def __init__(self, op_name: Callable[[int], bytes]) -> None:
         self._op_name = op_name
         self._rows: int | None = None
-        self._writes: set[int] = set()
-        self._are_known = True
+        self._writes: list[tuple[int, int, bool]] = []
+        """(number, buffer, whether it is known) of nodes that write to memory of other tensors."""
+        self._buffers: set[int] = set()
+        """Buffers of states that llama.cpp has not renamed."""
         self._last_work = 0  # address of the last node that computes something
 
     @property
     def n_parts(self) -> int:
-        return len(self._writes) if self._are_known else 0
+        return len(self._parts)
 
     @property
     def numbers(self) -> frozenset[int]:
         """Numbers of the nodes to take; none if a state is written in a way that is not known."""
-        if not self.n_parts:
-            return frozenset()
-        return frozenset(self._writes | (set() if self._rows is None else {self._rows}))
+        rows = () if self._rows is None or not self._parts else (self._rows,)
+        return frozenset((*self._parts, *rows))
+
+    @property
+    def _parts(self) -> tuple[int, ...]:
+        states = [
+            (number, known) for number, buffer, known in self._writes if buffer in self._buffers
+        ]
+        return tuple(number for number, _ in states) if all(known for _, known in states) else ()
 
     def see(self, number: int, address: int) -> None:
         """Take the next node; called with all of them."""
@@ -187,20 +199,24 @@ class StateNodes:
         # The row is read where the first layer has read it: later its number may be overwritten.
         if op == _GET_ROWS and self._rows is None and _reads_layer_state(node):
             self._rows = number
-        if op == _CPY and node.view_src and _is_state(Tensor.from_address(node.view_src)):
-            self._writes.add(number)
-            self._are_known = self._are_known and self._is_known(node, before)
+        if not node.view_src or op == _SCALE:
+            return
+        written = Tensor.from_address(node.view_src)
+        if written.name.startswith((_CONVOLUTION_STATES, _LAYER_STATES)) and written.buffer:
+            self._buffers.add(written.buffer)
+        is_known = op == _CPY and self._is_known(node, before)
+        self._writes.append((number, written.buffer or 0, is_known))
 
     def _is_known(self, node: Tensor, before: int) -> bool:
         view, at = Tensor.from_address(node.src[0]), _viewed_address(node.src[0])
         source = Tensor.from_address(at)
         if node.type != F32 or source.type != F32:
             return False
-        if _writes_convolution(node):
+        if self._op_name(at) == _CONCAT:
             end = (source.ne[0] - view.ne[0]) * source.nb[0]
             is_end = view.view_offs == end and view.nb[1] == source.nb[1]
             is_whole = view.ne[1] == source.ne[1] and source.ne[2] == source.ne[3] == 1
-            return self._op_name(at) == _CONCAT and is_end and is_whole
+            return is_end and is_whole
         # The inputs are read after the copy, so nothing may be computed in their memory before it.
         if self._op_name(at) != _DELTA or at != before or self._rows is None:
             return False
@@ -226,14 +242,6 @@ def _viewed(address: int) -> Tensor:
 def _source(node: Tensor) -> Tensor:
     """Return the tensor that a node's first source shows."""
     return _viewed(node.src[0])
-
-
-def _is_state(tensor: Tensor) -> bool:
-    return bool(tensor.name.startswith((_CONVOLUTION_STATES, _LAYER_STATES)))
-
-
-def _writes_convolution(node: Tensor) -> bool:
-    return bool(Tensor.from_address(node.view_src).name.startswith(_CONVOLUTION_STATES))
 
 
 def _reads_layer_state(node: Tensor) -> bool:

@@ -133,10 +133,11 @@ class States:
                 cell.n_users += 1
         return copy
 
-    def can_roll_back(self, state: State, n_before: int) -> bool:
-        """Return whether a state can be rolled back to any token of the last pass, which went on
-        from one of `n_before` tokens."""
-        return self._inputs is not None and self._inputs.can_roll_back(state.sequence, n_before)
+    def can_roll_back(self, state: State, n_before: int, num_tokens: int) -> bool:
+        """Return whether a state can be rolled back to the first `num_tokens` of the last pass,
+        which went on from one of `n_before` tokens."""
+        inputs = self._inputs
+        return inputs is not None and inputs.can_roll_back(state.sequence, n_before, num_tokens)
 
     def roll_back(self, num_tokens: int) -> None:
         """Let the state of the last pass be that after its first `num_tokens` tokens.

@@ -159,7 +159,7 @@ class RecurrentStore:
             self._live is not None
             and bool(self.replayed)
             and not self.table.ids
-            and self._states.can_roll_back(self._live, self.n_base)
+            and self._states.can_roll_back(self._live, self.n_base, len(self.replayed))
         )
 
     def restorable(self, length: int) -> int:
