@@ -143,11 +143,13 @@ class StateInputs:
             ctypes.memmove(part.state, state.ctypes.data, state.nbytes)
 
     def _copy(self, tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a copy of the first numbers of a float32 tensor, shape in numpy's order."""
+        """Return a copy of the first numbers of a float32 tensor, shape in numpy's order; an empty
+        one if memory is used up."""
         strides = tuple(tensor.nb[: len(shape)])[::-1]
         start, self._n_used = self._n_used, self._n_used + int(np.prod(shape))
-        if self._n_used > len(self._memory):
-            raise LlamaError("llama.cpp's graph has more recurrent layers than the file names")
+        if self._n_used > len(self._memory):  # a graph repeats keys: not kept, and computed again
+            self._start = None
+            return np.empty(0, dtype=np.float32)
         copy = self._memory[start : self._n_used].reshape(shape)
         spans = ((n - 1) * step for n, step in zip(shape, strides, strict=True))
         raw = (ctypes.c_ubyte * (_NUMBER_BYTES + sum(spans))).from_address(tensor.data)

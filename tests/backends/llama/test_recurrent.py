@@ -27,7 +27,7 @@ from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions
 from backends.ggml.gated_delta import GatedDeltaNet
 from backends.ggml.library import LlamaModel
-from backends.gguf.model import _HYBRID, _RECURRENT, load_gguf_model
+from backends.gguf.model import _HYBRID, _RECURRENT, GgufModel, load_gguf_model
 from backends.gguf.recurrent import TRIED, refuse_untried
 from backends.llama.context import MAX_ROLLBACK_TOKENS, ContextOptions, LlamaContext
 from backends.llama.memory import logged_sizes
@@ -214,6 +214,24 @@ def test_a_wide_pass_is_rolled_back_to_its_first_tokens(
         assert np.array_equal(logits[0], expected.row(TEXT[: start + 1]))
         last = backend._options.min_batch_tokens
         assert rows == [n + 2, 4, n + 3, n + 1, 4, last]  # once one token too many was accepted
+
+
+def test_inputs_beyond_the_planned_memory_are_computed_again(
+    load: Load, source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GgufModel, "state_input_bytes", lambda *_: 4096)
+    placement = Placement(source("qwen35").model.layers, 2)
+    with load("qwen35", placement) as backend, load("qwen35", max_context=160) as plain:
+        expected, kv = Plain(plain), backend.new_sequence()
+        kv.prefill(TEXT[:9])
+        rows = counted(backend, monkeypatch)
+        for start in (9, 11):
+            first = kv.next_node_id
+            chain = [*TEXT[start : start + 2], 90]
+            ids, logits = kv.extend(chain, [PREFIX, first, first + 1])
+            assert np.array_equal(logits[1], expected.row(TEXT[: start + 2]))
+            kv.commit(ids[:2])
+        assert rows == [3, 5]
 
 
 def test_the_last_of_several_sequences_is_rolled_back(
