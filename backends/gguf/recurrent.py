@@ -1,7 +1,7 @@
 """GGUF architectures with recurrent layers: those that run, and why others do not.
 
 An architecture runs if histories of sequences have the bits of one token per pass on a tiny random
-file (tests/backends/llama/test_recurrent.py).
+file (tests/backends/llama_states).
 """
 
 from __future__ import annotations
