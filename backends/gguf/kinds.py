@@ -18,13 +18,14 @@ ENCODER = "an encoder, which gives embeddings and no next token"
 LOOPED = "a model that runs its layers several times per token"
 _DIFFUSION = "a diffusion model, which does not decode from left to right"
 _DRAFT_HEAD = "a draft head, which runs only inside its target's context"
-_IN_FOLDERS = (
-    "{}, a draft head, which drafts here from a folder with config.json and safetensors alone: "
-    "name the published folder with -md (--draft-model), beside the target{}"
+_ASSISTANT = (
+    "a Gemma 4 assistant, a draft head, which drafts here from a folder with config.json and "
+    "safetensors alone: name the published folder with -md (--draft-model), beside the target's "
+    "checkpoint"
 )
-_EAGLE3_HEAD = (
-    "an EAGLE-3 head, a draft head, which runs only beside its target: name the target with -m, "
-    "and this head with -md (--draft-model)"
+_BESIDE_TARGET = (
+    "{} head, a draft head, which runs only beside its target: name the target with -m, and this "
+    "head with -md (--draft-model)"
 )
 _SPEECH = "a part of a speech model"
 _PROJECTOR = "a projector for images or sound (mmproj); pass the language model's own file"
@@ -40,10 +41,10 @@ REFUSED = {
     **dict.fromkeys(("nomic-bert", "nomic-bert-moe", "gemma-embedding"), ENCODER),
     **dict.fromkeys(("jina-bert-v2", "jina-bert-v3", "t5encoder"), ENCODER),
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
-    "dflash": _IN_FOLDERS.format("a DFlash head", ""),
-    "gemma4-assistant": _IN_FOLDERS.format("a Gemma 4 assistant", "'s checkpoint"),
+    "dflash": _BESIDE_TARGET.format("a DFlash"),
+    "gemma4-assistant": _ASSISTANT,
     **dict.fromkeys(("wavtokenizer-dec", "qwen3tts", "pockettts"), _SPEECH),
-    "eagle3": _EAGLE3_HEAD,
+    "eagle3": _BESIDE_TARGET.format("an EAGLE-3"),
     "t5": "an encoder-decoder model, and specdec runs decoders only",
     "clip": _PROJECTOR,
     "hrm_text": LOOPED,

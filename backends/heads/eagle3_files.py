@@ -12,7 +12,7 @@ import torch
 
 from backends.contract.backend import UnsupportedModel
 from backends.heads.eagle3_config import Eagle3Config, gguf_config, read_config
-from backends.heads.gguf_tensors import decoded_records, read_numbers
+from backends.heads.gguf_tensors import decoded_records, head_dtype, read_numbers
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.gguf_index import GgufIndex
 from offload.formats.part import read_part
@@ -77,7 +77,7 @@ def open_safetensors(directory: Path, dtype: torch.dtype | None) -> Eagle3Files:
         elif not _UNUSED.match(known):
             records[known] = record
     _check_ids(directory, config, target_ids)
-    return Eagle3Files(config, index, dtype or _own_dtype(records), records, target_ids)
+    return Eagle3Files(config, index, dtype or head_dtype(records), records, target_ids)
 
 
 def open_gguf(path: Path, dtype: torch.dtype | None) -> Eagle3Files:
@@ -103,17 +103,9 @@ def open_gguf(path: Path, dtype: torch.dtype | None) -> Eagle3Files:
             f"{path} has RoPE factors of the shape {tuple(factors.shape)}, must be "
             f"({n_frequencies},): convert the head again"
         )
-    dtype = dtype or _own_dtype(stored)
+    dtype = dtype or head_dtype(stored)
     records = decoded_records(stored, dtype)
     return Eagle3Files(config, index, dtype, records, target_ids, factors, stored)
-
-
-def _own_dtype(records: Mapping[str, TensorRecord]) -> torch.dtype:
-    """Return the number format to compute a head in beside a target on llama.cpp: processors
-    multiply bfloat16 faster than float16, and a draft needs no more of its digits."""
-    matrix = records.get("fc.weight")
-    is_single = matrix is not None and matrix.dtype == "F32"
-    return torch.float32 if is_single else torch.bfloat16
 
 
 def read_integers(record: TensorRecord) -> torch.Tensor:

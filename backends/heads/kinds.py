@@ -56,11 +56,14 @@ def head_kind(path: Path) -> str | None:
         architecture = GgufFile.read(path).metadata.get("general.architecture")
     except CheckpointError:
         return None
-    return EAGLE3 if architecture == EAGLE3 else None
+    return architecture if architecture in (EAGLE3, DFLASH) else None
 
 
 def is_dflash2(head: Path) -> bool:
-    """Return whether a DFlash head's folder has one of the second version."""
+    """Return whether a DFlash head is one of the second version."""
+    if head.is_file():
+        metadata = GgufFile.read(head).metadata
+        return any(f"{DFLASH}.{name}" in metadata for name in OF_DFLASH2)
     block = read_raw(head).get("dflash_config")
     return isinstance(block, dict) and any(name in block for name in OF_DFLASH2)
 
@@ -98,9 +101,10 @@ def _sizes_of_head(path: Path) -> Mapping[str, Any]:
         if head_kind(path) == ASSISTANT:
             layer["hidden_size"] = raw.get("backbone_hidden_size")
         return {key: layer.get(key) for key in _SIZES}
-    metadata = GgufFile.read(path).metadata
-    width = metadata.get(f"{EAGLE3}.target_hidden_size")
-    return dict(zip(_SIZES, (width, _num_tokens(metadata, EAGLE3)), strict=True))
+    metadata, kind = GgufFile.read(path).metadata, head_kind(path)
+    key = "target_hidden_size" if kind == EAGLE3 else "embedding_length"
+    width = metadata.get(f"{kind}.{key}")
+    return dict(zip(_SIZES, (width, _num_tokens(metadata, kind)), strict=True))
 
 
 def _num_tokens(metadata: GgufMetadata, architecture: Any) -> Any:

@@ -62,7 +62,7 @@ def open_head(path: Path, target: ModelSource, options: BackendOptions) -> Model
         return _of_checkpoint(kind, path, target, options)
     head_target = _head_target(target, options)
     if kind == DFLASH:
-        from backends.heads.dflash_source import DFlashSource
+        from backends.heads.dflash.source import DFlashSource
 
         return DFlashSource(head_target, options, path)
     from backends.heads.source import Eagle3Source

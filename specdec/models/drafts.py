@@ -62,23 +62,25 @@ def draft_candidates(target: str, *, takes_heads: bool = True) -> list[DraftCand
 
 
 def _heads_for(target: str, path: Path) -> Iterator[DraftCandidate]:
-    """Yield the target's own head, and the first head of each kind among files of their own."""
+    """Yield the target's own head, and one head of each kind among files of their own: the first
+    that was evaluated with this target, or else the first."""
     if has_mtp_head(path):
         yield DraftCandidate(MTP_HEAD, MTP, f"{target} has an MTP head of its own")
     fingerprint = cache(lambda: weights_fingerprint(path))
-    kinds = set()
+    by_kind: dict[str, DraftCandidate] = {}
     for head in local_heads():
         head_path = resolve_model(head.name)
         kind = head_kind(head_path)
         # MTP heads in folders run beside checkpoints alone.
-        is_fitting = may_fit(head_path, path) and not (kind == MTP and path.is_file())
-        if kind is not None and kind not in kinds and is_fitting:
-            kinds.add(kind)
-            results = read_eval_results(head_path)
-            if results is not None and results.target_fingerprint != fingerprint():
-                results = None
+        if kind is None or not may_fit(head_path, path) or (kind == MTP and path.is_file()):
+            continue
+        results = read_eval_results(head_path)
+        if results is not None and results.target_fingerprint != fingerprint():
+            results = None
+        if kind not in by_kind or (results is not None and by_kind[kind].results is None):
             reason = f"{NAMES[kind]} here that has the sizes of {target}"
-            yield DraftCandidate(head.name, kind, reason, results)
+            by_kind[kind] = DraftCandidate(head.name, kind, reason, results)
+    yield from by_kind.values()
     for name in PAIR_HEAD_NAMES:
         head_path = resolve_model(name)
         kind, results = head_kind(head_path), read_eval_results(head_path)

@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 ASSUMED_GAINS = {
     # The assumed tokens per pass are those of such a draft (specdec/policy/assumptions.py).
     MODEL: 1.0,
-    # pair:mtp has 1.12 x the draft tokens of pair:draft when greedy, 0.92 x at T = 0.7
-    # (docs/benchmarks.md, mean over trees of 16, 32 and 64).
+    # As a small model's: no figure of trees is published. pair:mtp, trained for half an hour, has
+    # 0.57 to 0.66 of pair:draft's (docs/benchmarks.md).
     MTP: 1.0,
-    ASSISTANT: 1.0,  # a small model in its layers, no figure of trees is published
+    ASSISTANT: 1.0,
     # Published tokens per pass for Qwen3-8B: EAGLE-3 trees 4.1, DFlash chains 6.9 (DDTree, arXiv
     # 2604.12989), beside 3.64 of a small model's trees of 64 nodes.
     EAGLE3: 1.2,

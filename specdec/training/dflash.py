@@ -15,8 +15,8 @@ from transformers import DynamicCache, Qwen3Config
 from transformers.configuration_utils import PreTrainedConfig
 
 from backends.contract.backend import LAST_HIDDEN_STATE
-from backends.heads.dflash import DFlashDraftModel
-from backends.heads.dflash_source import load_dflash_head
+from backends.heads.dflash.model import DFlashDraftModel
+from backends.heads.dflash.source import load_dflash_head
 from backends.heads.target import CheckpointTarget
 from specdec.training.data import Batch
 from specdec.training.head import (

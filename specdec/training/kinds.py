@@ -28,6 +28,11 @@ def check_draft(options: TrainOptions, target: Path) -> None:
         raise TrainError(
             f"{options.draft} is {NAMES[ASSISTANT]}, which is not trained: name a draft model"
         )
+    if kind == DFLASH and folder is not None and folder.is_file():
+        raise TrainError(
+            f"{options.draft} is a GGUF file, and heads are trained in safetensors: name the "
+            f"head's folder, or train a new one (--kind {DFLASH})"
+        )
     if kind == DFLASH and folder is not None and is_dflash2(folder):
         raise TrainError(
             f"{options.draft} is a DFlash 2 head, which is not trained further: train a new head "

@@ -61,7 +61,7 @@ REST: list[tuple[str, dict, dict | None, str]] = [
     ("encoder-decoder", changed("t5"), None, "an encoder-decoder"),
     ("diffusion", changed("llada"), None, "a diffusion model"),
     ("eagle", changed("eagle3"), None, "a draft head"),
-    ("dflash", changed("dflash"), None, "a folder with config.json and safetensors alone"),
+    ("dflash", changed("dflash"), None, "a DFlash head, a draft head, which runs only beside"),
     ("assistant", changed("gemma4-assistant"), None, "beside the target's checkpoint"),
     ("draft vocabulary", changed("llama"), beside(d2t=(96,)), "a draft head"),
     ("draft figures", changed("llama", target_hidden_size=("u32", 64)), None, "a draft head"),

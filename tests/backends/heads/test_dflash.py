@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicCache
 
 from backends.contract.backend import LAST_HIDDEN_STATE, PREFIX, BackendError, UnsupportedModel
 from backends.contract.sequence import SequenceInput
-from backends.heads.dflash_source import load_dflash_head
+from backends.heads.dflash.source import load_dflash_head
 from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
 from backends.hf.loading import load_hf_model
@@ -143,7 +143,7 @@ def written_out(drafting: TorchBackend, token_ids, states, is_causal: bool | Non
 
 def load_dflash_head_of(drafting: TorchBackend):
     """Return the module of a head with "eager" attention, and parameters of its own."""
-    from backends.heads.dflash import DFlashDraftModel
+    from backends.heads.dflash.model import DFlashDraftModel
 
     loaded_model = drafting._model.model
     config = type(loaded_model.config).from_dict(loaded_model.config.to_dict())
@@ -195,8 +195,8 @@ def test_context_and_blocks_cannot_share_a_pass(checkpoint_factory, tmp_path):
 
 def test_a_head_can_be_trained(checkpoint_factory, tmp_path):
     """Gradients reach every parameter through a cache, and a saved head is read again."""
-    from backends.heads.dflash import DFlashDraftModel
-    from backends.heads.dflash_config import load_dflash_config
+    from backends.heads.dflash.config import load_dflash_config
+    from backends.heads.dflash.model import DFlashDraftModel
 
     save_dflash_head(tmp_path / "head")
     target = load_hf_model(checkpoint_factory("llama"))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dflash2_heads import TOP_K, llama_dflash2, save_dflash2_head, save_gguf
+from dflash2_heads import TOP_K, save_dflash2_head
+from dflash_gguf import llama_dflash, save_dflash_gguf
 from dflash_heads import BLOCK_SIZE, MASK_TOKEN_ID
 from llama_eagle3 import has_extensions
 from loaded_heads import load, target_states
@@ -17,7 +18,7 @@ from loaded_heads import load, target_states
 from backends.contract.backend import PREFIX, MaskedBlock, UnsupportedModel
 from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions
-from backends.heads.dflash_source import DFlashSource, load_dflash_head
+from backends.heads.dflash.source import DFlashSource, load_dflash_head
 from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
 from backends.hf.loading import load_hf_model
@@ -84,8 +85,8 @@ def test_transitions_are_llama_cpps(directories, models, tmp_path, pending):
     states = target_states(backend, PROMPT)
     sequence = begun(drafting, PROMPT, states)
     tokens, scores = unpacked(drafting.forward([block(sequence, pending)])[0])
-    path = save_gguf(directories[1], directories[0], tmp_path / "head.gguf")
-    with llama_dflash2(path) as reference:
+    path = save_dflash_gguf(directories[1], tmp_path / "head.gguf", target=directories[0])
+    with llama_dflash(path) as reference:
         expected, edges = reference.transitions(states, pending)
     for i in range(BLOCK_SIZE - 1):
         own, other = np.argsort(tokens[i]), np.argsort(expected[i])
@@ -103,7 +104,7 @@ def written_out(drafting, states, pending: int) -> tuple[np.ndarray, np.ndarray]
     import torch
     from transformers.cache_utils import DynamicCache
 
-    from backends.heads.dflash import DFlashDraftModel
+    from backends.heads.dflash.model import DFlashDraftModel
 
     of_backend = drafting._model.model
     config = type(of_backend.config).from_dict(of_backend.config.to_dict())

@@ -26,7 +26,7 @@ from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions
 from backends.gguf.model import load_gguf_model
-from backends.heads.dflash_source import DFlashSource
+from backends.heads.dflash.source import DFlashSource
 from backends.heads.gguf_target import StoredOutputHead
 from backends.heads.gguf_tensors import StoredEmbedding, decoded
 from backends.heads.opened import open_head

@@ -12,7 +12,7 @@ from dflash_heads import BLOCK_SIZE, FAMILY, TARGET_LAYERS, Reference, save_dfla
 from backends.contract.backend import LAST_HIDDEN_STATE, MaskedBlock
 from backends.contract.sequence import SequenceInput
 from backends.contract.source import MAX_PROMPT_STATES
-from backends.heads.dflash_source import load_dflash_head
+from backends.heads.dflash.source import load_dflash_head
 from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
 from backends.hf.loading import load_hf_model

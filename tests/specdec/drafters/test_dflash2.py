@@ -9,7 +9,7 @@ from dflash_heads import BLOCK_SIZE, MASK_TOKEN_ID, TARGET_LAYERS
 
 from backends.contract.backend import LAST_HIDDEN_STATE, PREFIX, MaskedBlock
 from backends.contract.sequence import SequenceInput
-from backends.heads.dflash_source import load_dflash_head
+from backends.heads.dflash.source import load_dflash_head
 from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
 from backends.hf.loading import load_hf_model

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import gguf_bytes as gb
@@ -14,6 +15,7 @@ import pytest
 from assistant_heads import save_assistant
 from checkpoint_gguf import save_checkpoint_gguf
 from checkpoints import save_tiny_checkpoint
+from dflash_gguf import save_dflash_gguf
 from dflash_heads import save_dflash_head
 from eagle3_heads import N_LAYERS, new_head, save_gguf_head, save_specforge
 from tiny_gguf import save_tiny_architecture
@@ -23,8 +25,10 @@ import specdec
 from specdec.cli.app import main
 from specdec.models.downloads import draft_to_download
 from specdec.models.drafts import draft_candidates, drafts_for
+from specdec.models.eval_results import EvalResults, write_eval_results
 from specdec.models.local_models import local_models
 from specdec.models.names import MTP_HEAD, resolve_model
+from specdec.models.weight_files import weights_fingerprint
 
 
 @pytest.fixture(autouse=True)
@@ -170,8 +174,20 @@ def test_a_head_on_this_machine_is_taken_for_a_gguf_target(hub: Path) -> None:
     add(hub, "me/wide", save_dflash_head(hub.parent / "wide", num_target_layers=3, hidden_size=64))
     assert drafts(target) == [None, choice.name]
     options = {"num_target_layers": N_LAYERS, "target_layer_ids": [1, 3]}
-    add(hub, "me/flash", save_dflash_head(hub.parent / "flash", **options))
-    assert drafts(target) == [None, choice.name, "me/flash"]
+    flash = save_dflash_head(hub.parent / "flash", **options)
+    flash_file = hub.parent / "flash-file"
+    flash_file.mkdir()
+    save_dflash_gguf(flash, flash_file / "head.gguf")
+    add(hub, "me/fast", flash_file)
+    assert drafts(target) == [None, choice.name, "me/fast:head.gguf"]
+    results = EvalResults(0.5, 2.0, 8, 100, (), "target", "another's")
+    write_eval_results(flash, results)
+    add(hub, "me/flash", flash)
+    assert drafts(target) == [None, choice.name, "me/fast:head.gguf"]
+    results = replace(results, target_fingerprint=weights_fingerprint(target))
+    write_eval_results(flash, results)
+    add(hub, "me/better", flash)
+    assert set(drafts(target)) == {None, choice.name, "me/better"}  # evaluated with this target
     assert drafts(target, takes_heads=False) == [None]
     several = save_tiny_architecture("gemma3n", hub.parent / "several.gguf")
     assert drafts(several) == [None]

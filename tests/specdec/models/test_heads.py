@@ -50,6 +50,24 @@ def test_check_says_what_it_is_and_how_it_is_used(
     assert value["target_tokens"] == VOCAB
 
 
+@pytest.mark.gguf
+def test_check_knows_a_dflash_head_in_a_gguf_file(
+    target: Path, heads: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf")
+    from dflash_gguf import save_dflash_gguf
+
+    head = str(save_dflash_gguf(heads["a DFlash head"], tmp_path / "head.gguf"))
+    assert main(["check", "-m", str(target), "-md", head]) == 0
+    assert "a DFlash head, layers: 2" in capsys.readouterr().out
+    assert main(["run", "-m", head, "-p", "a"]) == 2
+    assert "a DFlash head, a draft head, which runs only beside its target" in (
+        capsys.readouterr().err
+    )
+    assert main(["train-draft", "-m", str(target), "--from", head, "--text", __file__, "-o", "d"])
+    assert "is a GGUF file, and heads are trained in safetensors" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["pair:target", "pair:target.gguf"])
 def test_check_finds_that_a_target_has_no_head(
     name: str, capsys: pytest.CaptureFixture[str]

@@ -16,8 +16,8 @@ cached, and those of a block are dropped after its pass:
     model.add_context(states, positions, cache)                 appends to the cache
     model.forward_block(token_ids, positions, mask, cache)      hidden states of the block
 
-A DFlash 2 head has more parts (backends/heads/dflash2.py). `forward` returns what the likeliest
-tokens of its blocks score after one another, as the first of its outputs.
+A DFlash 2 head has more parts (dflash2.py). `forward` returns what the likeliest tokens of its
+blocks score after one another, as the first of its outputs.
 
 A cache is anything with transformers' `update(keys, values, layer)`. In training, a DynamicCache
 keeps the gradients: add the context once, then pass all blocks at once with a mask of their own.
@@ -41,8 +41,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import ModelOutput
 
-from backends.heads.dflash2 import CandidateSelector, GroupedConv, block_places
-from backends.heads.dflash_config import BlockSettings, SecondVersion
+from backends.heads.dflash.config import BlockSettings, SecondVersion
+from backends.heads.dflash.dflash2 import CandidateSelector, GroupedConv, block_places
 from backends.heads.gguf_tensors import StoredEmbedding
 
 

@@ -1,6 +1,7 @@
 """Config of a DFlash head: how its checkpoints are laid out, and whether one fits a target.
 
-A head is a folder beside the target, config.json and safetensors. Two layouts are read:
+A head is a folder beside the target, config.json and safetensors, or a GGUF file (gguf_file.py).
+Two layouts of folders are read:
 
     public (z-lab)                          transformers (muse_glimmer_assistant)
     architectures: DFlashDraftModel         model_type: muse_glimmer_assistant
@@ -65,6 +66,8 @@ _OTHER_HEADS = ("projector_type", "shift_label", "sample_from_anchor", "causal")
 _SECOND_VERSION = "dflash2"
 """Value of projector_type in such a head (NVIDIA/Model-Optimizer#2216)."""
 _MAX_BLOCK_SIZE = 256
+UNKNOWN_SIZE = 1
+"""Vocabulary of a head whose file does not say its target's."""
 
 
 @dataclass(frozen=True)
@@ -137,20 +140,20 @@ def load_dflash_config(directory: Path) -> PreTrainedConfig:
     if head_kind(directory) != DFLASH:
         raise UnsupportedModel(f"{directory} is no DFlash head")
     with config_faults(directory):
-        raw = {"vocab_size": 1, **read_raw(directory)}
+        raw = read_raw(directory)
         refuse_nonsense(directory)
         refuse_absurd_count(directory)
         config = _from_family(raw) if _is_of_family(raw) else _from_public(raw, directory)
         check_figures(config)
-        _check_block(config, directory)
+        check_block(config, f"{directory}/config.json")
     return config
 
 
-def check_fits(directory: Path, config: PreTrainedConfig, target: HeadTarget) -> None:
+def check_fits(path: Path, config: PreTrainedConfig, target: HeadTarget) -> None:
     """Raise UnsupportedModel, with the reason, for a head of another target."""
-    block, raw, vocab_size = BlockSettings.of(config), read_raw(directory), target.vocab_size
-    n_layers, last = raw.get("num_target_layers"), max(block.target_layer_ids)
-    n_tokens = raw.get("vocab_size") or vocab_size
+    block, vocab_size = BlockSettings.of(config), target.vocab_size
+    n_layers, last = getattr(config, "num_target_layers", None), max(block.target_layer_ids)
+    n_tokens = vocab_size if config.vocab_size == UNKNOWN_SIZE else config.vocab_size
     reason = ""
     if config.hidden_size != target.hidden_size:
         reason = (
@@ -169,7 +172,7 @@ def check_fits(directory: Path, config: PreTrainedConfig, target: HeadTarget) ->
         reason = f"its mask is token {block.mask_token_id}, the target has {vocab_size} tokens"
     if reason:
         raise UnsupportedModel(
-            f"{directory} is the draft head of another target: {reason}: name a head of this one"
+            f"{path} is the draft head of another target: {reason}: name a head of this one"
         )
 
 
@@ -187,7 +190,7 @@ def _from_public(raw: Mapping[str, Any], directory: Path) -> PreTrainedConfig:
                 f"{block[name]!r:.40}"
             )
     own = {key: block[key] for key in OF_DFLASH2 if key in block}
-    return _qwen3(raw, own | {key: block.get(key, raw.get(key)) for key in _OF_BLOCKS})
+    return qwen3_config(raw, own | {key: block.get(key, raw.get(key)) for key in _OF_BLOCKS})
 
 
 def _is_second_version(block: Mapping[str, Any]) -> bool:
@@ -202,18 +205,20 @@ def _from_family(raw: Mapping[str, Any]) -> PreTrainedConfig:
     window = raw.get("sliding_window")
     if window is not None:
         changed["sliding_window"] = int(window) + 1
-    return _qwen3({**raw, **changed}, {key: raw.get(key) for key in _OF_BLOCKS})
+    return qwen3_config({**raw, **changed}, {key: raw.get(key) for key in _OF_BLOCKS})
 
 
-def _qwen3(raw: Mapping[str, Any], block: Mapping[str, Any]) -> PreTrainedConfig:
+def qwen3_config(raw: Mapping[str, Any], block: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the config of a head: Qwen3's keys of its layers, and those of `dflash_config`."""
     own = {key: raw[key] for key in _OF_LAYERS if raw.get(key) is not None}
-    config: PreTrainedConfig = Qwen3Config.from_dict({**own, "tie_word_embeddings": False})
+    own = {"vocab_size": UNKNOWN_SIZE, **own, "tie_word_embeddings": False}
+    config: PreTrainedConfig = Qwen3Config.from_dict(own)
     config.dflash_config = {key: value for key, value in block.items() if value is not None}
     return config
 
 
-def _check_block(config: PreTrainedConfig, directory: Path) -> None:
-    """Raise CheckpointError for blocks that cannot be run."""
+def check_block(config: PreTrainedConfig, place: str) -> None:
+    """Raise CheckpointError for blocks that cannot be run; place: where they are described."""
     block = config.dflash_config
     size, mask, layers = (
         block.get(key) for key in ("block_size", "mask_token_id", "target_layer_ids")
@@ -233,9 +238,7 @@ def _check_block(config: PreTrainedConfig, directory: Path) -> None:
     elif any(window is not None and window < size for window in BlockSettings.of(config).windows):
         problem = f"a block of {size} tokens is longer than the window of a layer"
     if problem:
-        raise CheckpointError(
-            f"{directory}/config.json: {problem}: fix it, or download the head again"
-        )
+        raise CheckpointError(f"{place}: {problem}: fix it, or download the head again")
 
 
 def _are_counts(block: Mapping[str, Any], names: Iterable[str]) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from backends.heads.dflash_config import SecondVersion
+from backends.heads.dflash.config import SecondVersion
 
 
 def block_places(
