@@ -13,6 +13,7 @@ from specdec.planning import saved_statistics
 TOKENS = 256
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("spec_type", ["draft,ngram", "draft"])
 def test_it_is_hardly_run(tmp_path: Path, spec_type: str, temperature: float) -> None:

@@ -58,6 +58,7 @@ def changes_of(llm: LLM, smallest: int) -> Changes:
     return Changes(llm, smallest, BUDGETS, TIMES)
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_text_is_the_same_whatever_the_budgets(
     llm: LLM, smallest: int, params: SamplingParams

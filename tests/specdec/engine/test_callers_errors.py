@@ -33,6 +33,7 @@ def beside_another(llm: LLM, run: Callable[[], Any], error: type[BaseException])
     assert not llm.session.engine._running
 
 
+@pytest.mark.slow_except(4)
 @pytest.mark.parametrize(
     "error", [ValueError, MemoryError, SystemExit, KeyboardInterrupt, GeneratorExit]
 )

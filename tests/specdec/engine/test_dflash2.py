@@ -23,7 +23,7 @@ def models(tmp_path_factory):
     save_tiny_checkpoint("llama", target, vocab_size=VOCAB, max_position_embeddings=256)
     save_tokenizer(target)
     head = save_dflash2_head(folder / "head", vocab_size=VOCAB)
-    options = {"spec_type": "draft", "num_draft_tokens": 24, **LOAD}
+    options = {"spec_type": "draft", "num_draft_tokens": 12, **LOAD}
     with (
         specdec.load(target, spec_type="none", **LOAD) as plain,
         specdec.load(target, draft_model=head, **options) as drafted,
@@ -35,7 +35,7 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_text_is_the_targets(models, temperature, width):
     plain, drafted = models
-    spec = SpecConfig(("draft",), tree_width=width, num_draft_tokens=24)
+    spec = SpecConfig(("draft",), tree_width=width, num_draft_tokens=12)
     for prompt in PROMPTS:
         expected = plain.generate(prompt, temperature=temperature, **ASKED)
         result = drafted.generate(prompt, temperature=temperature, spec=spec, **ASKED)
@@ -61,9 +61,10 @@ def test_several_sequences_share_the_heads_passes(models):
 
 def test_text_up_to_the_contexts_end(models):
     """Blocks are cut where the context ends."""
-    long = {**ASKED, "max_tokens": 250}
-    expected = models[0].generate("# a", **long)
-    assert models[1].generate("# a", **long).token_ids == expected.token_ids
+    prompt, long = "# a " * 48, {**ASKED, "max_tokens": 62}
+    expected = models[0].generate(prompt, **long)
+    assert len(expected.prompt_token_ids) + 62 in range(250, 257)
+    assert models[1].generate(prompt, **long).token_ids == expected.token_ids
 
 
 def test_a_grammar_leaves_only_its_tokens(models):

@@ -89,6 +89,7 @@ def plain(target: Path) -> Outputs:
         return token_ids_of(llm)
 
 
+@pytest.mark.slow_except(14)
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["memory", "streamed"])
 @pytest.mark.parametrize("name", HEADS)
 def test_text_is_the_targets(

@@ -135,7 +135,7 @@ from agent_session import AgentSession, load, prompt
 import backends.contract.prefix_files as files
 files.PrefixFiles.read_seconds = lambda self, n_bytes: 0.0
 with load({target!r}, {folder!r}, ctx_size=512, num_draft_tokens=4) as llm:
-    for number in range(12):
+    for number in range(8):
         ids = prompt(100 + 10 * number, 7)[: 60 + 20 * (number % 4)] + [number, {number}]
         result = llm.generate(ids, max_tokens=4, ignore_eos=True)
         plain = llm.generate(

@@ -20,10 +20,10 @@ from serving import COMPLETIONS, Server, events
 from tiny_pair import save_model
 
 SIZES = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-OPTIONS = ("--spec-type", "none", "-c", "4096", "--parallel", "2")
+OPTIONS = ("--spec-type", "none", "-c", "2048", "--parallel", "2")
 ASKED = {"temperature": 0, "ignore_eos": True, "stream": True}
 LONG = {**ASKED, "max_tokens": 8}
-SHORT = {**ASKED, "prompt": prompt(90, 9), "max_tokens": 200}
+SHORT = {**ASKED, "prompt": prompt(90, 9), "max_tokens": 100}
 FAILING_FILE = """
 import os, sys
 from offload.storage import scratch_file
@@ -64,7 +64,7 @@ def text_of(stream: str) -> str:
 
 def ask_both(server: Server, step: int) -> tuple[str, str]:
     """Return the streams of a short and of a long prompt, which run at the same time."""
-    bodies = SHORT, {**LONG, "prompt": prompt(3600, step)}
+    bodies = SHORT, {**LONG, "prompt": prompt(1800, step)}
     with ThreadPoolExecutor(2) as pool:
         short, long = pool.map(lambda body: stream(server, body), bodies)
     return short, long

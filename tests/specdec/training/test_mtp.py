@@ -64,7 +64,7 @@ def test_heads_of_traces_get_hidden_states_from_the_target(target, tmp_path) -> 
     options = {"memory_budget": "2GiB", "ctx_size": 256}
     with specdec.load(target, record_traces=tmp_path / "traces", **options) as llm:
         for seed in range(12):
-            llm.generate("int x", max_tokens=100, temperature=1.0, seed=seed, ignore_eos=True)
+            llm.generate("int x", max_tokens=90, temperature=1.0, seed=seed, ignore_eos=True)
     trained = train_options(target, tmp_path / "head", kind="mtp", traces=tmp_path / "traces")
     assert train_draft(trained).after.agreement > 0
 

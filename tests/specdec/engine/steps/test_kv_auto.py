@@ -140,7 +140,7 @@ REQUEST = st.tuples(st.integers(0, 5), st.integers(1, 200), st.integers(1, 40))
 
 
 @pytest.mark.slow_except(1)
-@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(requests=st.lists(st.tuples(st.integers(0, 4), REQUEST), min_size=1, max_size=24))
 def test_any_arrivals_end_with_their_own_text_within_the_budget(
     streamed: tuple[LLM, Memory], requests: list[tuple[int, tuple[int, int, int]]]
