@@ -40,6 +40,10 @@ def decoded_records(
         raise UnsupportedModel(f"heads in GGUF files need gguf: {install_command('gguf')}")
     (name,) = (name for name, known in TORCH_DTYPES.items() if known == dtype)
     records, offset = {}, 0
+    for record in {record.dtype: record for record in stored.values()}.values():
+        n_row_bytes = row_bytes(record.dtype, record.shape[-1]) if record.shape else 0
+        if n_row_bytes:
+            _decode(record, bytes(n_row_bytes), n_row_bytes)  # refuses what cannot be decoded
     for key, record in stored.items():
         n_bytes = prod(record.shape) * dtype.itemsize
         records[key] = replace(record, name=key, dtype=name, offset=offset, n_bytes=n_bytes)

@@ -31,6 +31,8 @@ DFLASH_FAMILY = "muse_glimmer_assistant"
 _DFLASH_CLASSES = ("DFlashDraftModel", "DFlash2DraftModel")
 OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 """Keys of dflash_config that DFlash 2 heads alone have."""
+_OF_DSPARK = ("markov_w1.weight", "markov_w2.weight")
+"""Tensors of DSpark heads, which have DFlash's architecture in GGUF and are not run."""
 _SIZES = ("hidden_size", "vocab_size")
 _SEVERAL_STREAMS = ("gemma3n",)
 """Architectures whose layers have several streams of hidden states."""
@@ -76,6 +78,8 @@ def may_fit(head: Path, target: Path) -> bool:
     """
     sizes = _sizes_of_target(target)
     if head_kind(head) == ASSISTANT and sizes.get("model_type") not in ASSISTED:
+        return False
+    if head.is_file() and not {t.name for t in GgufFile.read(head).tensors}.isdisjoint(_OF_DSPARK):
         return False
     own = _sizes_of_head(head)
     return all(own[key] in (None, sizes.get(key)) for key in _SIZES)

@@ -31,6 +31,7 @@ earlier ones alone, by default those of sliding layers do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ _OTHER_HEADS = ("projector_type", "shift_label", "sample_from_anchor", "causal")
 """Keys of dflash_config that describe heads of another kind, unless they are false or "dflash"."""
 _SECOND_VERSION = "dflash2"
 """Value of projector_type in such a head (NVIDIA/Model-Optimizer#2216)."""
+_SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 _MAX_BLOCK_SIZE = 256
 UNKNOWN_SIZE = 1
 """Vocabulary of a head whose file does not say its target's."""
@@ -230,6 +232,8 @@ def check_block(config: PreTrainedConfig, place: str) -> None:
         problem = f"mask_token_id is {mask!r:.40}, must be a token's id"
     elif not _are_layers(layers):
         problem = f"target_layer_ids is {layers!r:.60}, must be a list of layers, each once"
+    elif not _are_numbers(block, _SCALES):
+        problem = f"{', '.join(_SCALES)} must be positive numbers"
     elif _is_second_version(block) and not _are_counts(block, OF_DFLASH2):
         problem = f"a DFlash 2 head needs whole numbers from 1 for {', '.join(OF_DFLASH2)}"
     elif _is_second_version(block) and config.hidden_size % block["conv_group_size"]:
@@ -243,6 +247,12 @@ def check_block(config: PreTrainedConfig, place: str) -> None:
 
 def _are_counts(block: Mapping[str, Any], names: Iterable[str]) -> bool:
     return all(type(block.get(name)) is int and block[name] > 0 for name in names)
+
+
+def _are_numbers(block: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Return whether all are positive numbers, where they are set."""
+    values = [block[name] for name in names if block.get(name)]
+    return all(type(value) in (int, float) and 0 < value < math.inf for value in values)
 
 
 def _are_layers(value: Any) -> bool:

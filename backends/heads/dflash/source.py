@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
+from backends.checkpoint.config import config_faults
 from backends.checkpoint.matching import TensorMatch, known_tensors
 from backends.checkpoint.quantised import packed_tensors
 from backends.checkpoint.skeleton import build_own_model
@@ -36,7 +37,7 @@ from backends.packed.tensor import PackedTensor
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.fingerprint import fingerprint
 from offload.formats.gguf_index import GgufIndex
-from offload.formats.tensors import CheckpointError, TensorIndex, TensorRecord
+from offload.formats.tensors import TensorIndex, TensorRecord
 
 _NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 """Names of transformers' layout, and ours."""
@@ -90,7 +91,8 @@ def load_dflash_head(target: HeadTarget, path: Path) -> DFlashHead:
     check_fits(path, config, target)
     target.check_layers(_target_layers(BlockSettings.of(config), target), path)
     config.vocab_size = target.vocab_size
-    model = build_own_model(DFlashDraftModel, config, files.dtype)
+    with config_faults(path):  # a GGUF file's values are of their types
+        model = build_own_model(DFlashDraftModel, config, files.dtype)
     if files.rope_factors is not None:
         model.rotary_emb.inv_freq /= files.rope_factors
     match = TensorMatch(_by_parameter(files.records, model, path), {})
@@ -111,13 +113,8 @@ def _open_gguf(path: Path, dtype: torch.dtype | None) -> DFlashFiles:
     """Index the head in a GGUF file; dtype: number format to decode its tensors to, None: see
     `head_dtype`."""
     index = GgufIndex.from_path(path)
-    config, stored = gguf_config(path, index.metadata), named_tensors(index)
-    factors, shape = rope_factors(index), (config.head_dim // 2,)
-    if factors is not None and factors.shape != shape:
-        raise CheckpointError(
-            f"{path} has RoPE factors of the shape {tuple(factors.shape)}, must be {shape}: "
-            "convert the head again"
-        )
+    config, stored = gguf_config(index, path), named_tensors(index, path)
+    factors = rope_factors(index, path, config.head_dim)
     dtype = dtype or head_dtype(stored)
     own = {name: record for name, record in stored.items() if not name.endswith(_OF_TARGET)}
     return DFlashFiles(config, index, dtype, decoded_records(own, dtype), {}, own, factors)
@@ -147,7 +144,8 @@ def _by_parameter(
             named[name] = record
         elif not name.endswith(_OF_TARGET):
             raise UnsupportedModel(
-                f"{path} is a draft head of another kind: DFlash has no {stored}"
+                f"{path} is a draft head of another kind: DFlash has no {stored}: take another "
+                "head, or leave -md out"
             )
     return named
 

@@ -23,6 +23,7 @@ from backends.contract.backend import PREFIX
 from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions
 from backends.heads.dflash.source import DFlashSource
+from backends.heads.kinds import may_fit
 from backends.heads.target import CheckpointTarget
 from backends.hf.source import HfSource
 from offload.errors import SpecdecError
@@ -132,6 +133,9 @@ def test_proposals_are_those_of_the_folder(
 
 
 MATRIX = np.zeros((4, 4), dtype=np.float32)
+NAN = float("nan")
+PATTERN = "dflash.attention.sliding_window_pattern"
+SLIDING = {"dflash.attention.sliding_window": 9}
 
 
 @pytest.mark.parametrize(
@@ -139,19 +143,38 @@ MATRIX = np.zeros((4, 4), dtype=np.float32)
     [
         ({"dflash.block_size": None}, {}, "has no dflash.block_size: convert the head again"),
         ({"tokenizer.ggml.mask_token_id": None}, {}, "has no tokenizer.ggml.mask_token_id"),
-        ({"dflash.block_size": "six"}, {}, "block_size is 'six', must be a number from 2 to 256"),
-        ({"dflash.block_count": "two"}, {}, "describes no head that can be run"),
+        ({"dflash.block_size": "six"}, {}, "dflash.block_size of 'six', must be a whole number"),
+        ({"dflash.block_size": 300}, {}, "block_size is 300, must be a number from 2 to 256"),
+        ({"dflash.block_count": "two"}, {}, "dflash.block_count of 'two', must be a whole number"),
+        ({"dflash.block_count": 2**30}, {}, "whole number from 1 to 1048576"),
+        ({"dflash.block_count": 3}, {}, "has 2 layers and dflash.block_count of 3"),
+        ({"dflash.attention.head_count_kv": 0}, {}, "whole number from 1"),
+        ({"dflash.attention.head_count": 2**31}, {}, "whole number from 1"),
+        ({"dflash.rope.freq_base": "big"}, {}, "rope.freq_base of 'big', must be a positive"),
+        ({"dflash.rope.freq_base": 0.0}, {}, "must be a positive number"),
+        ({"dflash.embedding_scale": NAN}, {}, "embedding_scale of nan, must be a positive"),
+        ({"dflash.embedding_scale": [1.0]}, {}, "must be a positive number"),
+        ({"dflash.attention.causal": "false"}, {}, "must be true or false"),
         ({"dflash.target_layers": [0, 2]}, {}, r"target_layer_ids is \[-1, 1\]"),
         ({"dflash.target_layers": [1, 9]}, {}, "it takes layer 8, the target has 3 layers"),
+        ({"dflash.target_layers": [1.5, 3.5]}, {}, "must be a list of int"),
+        ({"dflash.target_layers": "13"}, {}, "must be a list of int"),
         ({"dflash.embedding_length": 64}, {}, "hidden states of 64 numbers"),
-        ({"dflash.rope.scaling.type": "yarn"}, {}, "yarn RoPE scaling, which is not supported"),
-        ({"dflash.hidden_activation": "gelu"}, {}, "the activation gelu"),
+        ({"dflash.attention.sliding_window": 9}, {}, "no dflash.attention.sliding_window_pattern"),
+        ({**SLIDING, PATTERN: [True]}, {}, "a list of 2, one for each layer"),
+        ({**SLIDING, PATTERN: [1, 0]}, {}, "must be a list of bool"),
+        ({"dflash.rope.scaling.type": "yarn"}, {}, "RoPE scaling, which is not supported"),
+        ({"dflash.rope.scaling.factor": 4.0}, {}, "RoPE scaling, which is not supported"),
+        ({"dflash.rope.scaling.attn_factor": 2.0}, {}, "RoPE scaling, which is not supported"),
+        ({"dflash.hidden_activation": "gelu"}, {}, "the activation 'gelu'"),
         ({"dflash.attention.scale": 0.5}, {}, "attention.scale, which is not supported in GGUF"),
         ({"dflash.rope.dimension_count": 4}, {}, "RoPE in a part of each head"),
         ({}, {"d2t": np.arange(4, dtype=np.int64)}, "DFlash has no d2t"),
         ({}, {"markov_w1.weight": MATRIX}, "DFlash has no markov_w1.weight"),
         ({}, {"blk.0.attn_sinks.weight": MATRIX[0]}, "DFlash has no blk.0.attn_sinks.weight"),
         ({}, {"rope_freqs.weight": MATRIX[0, :3]}, r"shape \(3,\), must be \(4,\)"),
+        ({}, {"rope_freqs.weight": MATRIX[0]}, "RoPE factors that are not positive"),
+        ({}, {"fc.weight": np.zeros((32, 64), dtype=np.int32)}, "which the gguf package does not"),
     ],
 )
 def test_other_heads_are_refused_in_one_line(
@@ -170,3 +193,12 @@ def test_other_heads_are_refused_in_one_line(
         DFlashSource(model, BackendOptions(), path)
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_a_dspark_head_does_not_fit(target: Path, heads: dict[str, Path], tmp_path: Path) -> None:
+    """-md auto goes on to another head of this architecture."""
+    own = save_dflash_gguf(heads["dflash"], tmp_path / "h.gguf")
+    tensors = {"markov_w1.weight": MATRIX}
+    other = save_dflash_gguf(heads["dflash"], tmp_path / "dspark.gguf", tensors=tensors)
+    assert may_fit(own, target)
+    assert not may_fit(other, target)
