@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import specdec
 from specdec.pair import PAIR_GGUF_NAMES, PAIR_HEAD_NAMES, PAIR_NAMES, pair_path
 
 
@@ -30,6 +31,16 @@ def test_its_heads_are_there_and_take_4_mib_together() -> None:
         n_bytes += (pair_path(name) / "model.safetensors").stat().st_size
         assert "_name_or_path" not in (pair_path(name) / "config.json").read_text()
     assert n_bytes <= 4 << 20
+
+
+@pytest.mark.parametrize("name", PAIR_HEAD_NAMES)
+def test_its_heads_draft_for_its_target(name: str) -> None:
+    prompt, asked = "def add(a, b):\n    return a", {"max_tokens": 64, "ignore_eos": True}
+    options = {"spec_type": "draft", "num_draft_tokens": 15, "draft_depth": 6, "ctx_size": 128}
+    with specdec.load("pair:target", name, **options) as llm:
+        result = llm.generate(prompt, **asked)
+        assert result.token_ids == llm.generate(prompt, speculative=False, **asked).token_ids
+        assert result.stats.mean_acceptance_length > 1.7
 
 
 def test_the_pair_is_small() -> None:
