@@ -12,6 +12,7 @@ import numpy as np
 from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
 from backends.contract.shares_weights import SharesWeights
 from backends.contract.source import BackendOptions, Loading, ModelSource
+from backends.heads.dflash.source import DFlashSource
 from backends.heads.source import Eagle3Source
 from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
@@ -33,6 +34,17 @@ def load_eagle3(target: Path, path: Path) -> Iterator[tuple[TorchBackend, TorchB
     """Load a checkpoint and a head for it."""
     source = HfSource(target, BackendOptions())
     head = Eagle3Source(path, CheckpointTarget(source.model), BackendOptions())
+    with load(source) as backend:
+        head.share_weights(backend)
+        with load(head) as drafting:
+            yield backend, drafting
+
+
+@contextmanager
+def load_dflash(target: Path, path: Path) -> Iterator[tuple[TorchBackend, TorchBackend]]:
+    """Load a checkpoint and a DFlash head for it."""
+    source = HfSource(target, BackendOptions())
+    head = DFlashSource(CheckpointTarget(source.model), BackendOptions(), path)
     with load(source) as backend:
         head.share_weights(backend)
         with load(head) as drafting:

@@ -91,7 +91,7 @@ def load_dflash_head(target: HeadTarget, path: Path) -> DFlashHead:
     check_fits(path, config, target)
     target.check_layers(_target_layers(BlockSettings.of(config), target), path)
     config.vocab_size = target.vocab_size
-    with config_faults(path):  # a GGUF file's values are of their types
+    with config_faults(path):  # a folder's values may be of any type; a GGUF file's are checked
         model = build_own_model(DFlashDraftModel, config, files.dtype)
     if files.rope_factors is not None:
         model.rotary_emb.inv_freq /= files.rope_factors

@@ -3,40 +3,23 @@ by vLLM's formula; alone and in batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 import numpy as np
 import pytest
 from dflash2_heads import TOP_K, save_dflash2_head
 from dflash_gguf import llama_dflash, save_dflash_gguf
 from dflash_heads import BLOCK_SIZE, MASK_TOKEN_ID
 from llama_eagle3 import has_extensions
-from loaded_heads import load, target_states
+from loaded_heads import load_dflash, target_states
 
 from backends.contract.backend import PREFIX, MaskedBlock, UnsupportedModel
 from backends.contract.sequence import SequenceInput
-from backends.contract.source import BackendOptions
-from backends.heads.dflash.source import DFlashSource, load_dflash_head
+from backends.heads.dflash.source import load_dflash_head
 from backends.heads.target import CheckpointTarget
-from backends.hf.backend import TorchBackend
 from backends.hf.loading import load_hf_model
-from backends.hf.source import HfSource
 from offload.formats.tensors import CheckpointError
 
 PROMPT = [5, 17, 80, 33, 9, 61, 12, 44, 70]
 PENDING = [31, 7, 90]
-
-
-@contextmanager
-def loaded(target: Path, head: Path) -> Iterator[tuple[TorchBackend, TorchBackend]]:
-    source = HfSource(target, BackendOptions())
-    draft = DFlashSource(CheckpointTarget(source.model), BackendOptions(), head)
-    with load(source) as backend:
-        draft.share_weights(backend)
-        with load(draft) as drafting:
-            yield backend, drafting
 
 
 def block(sequence, pending: int, size: int = BLOCK_SIZE) -> SequenceInput:
@@ -66,7 +49,7 @@ def directories(checkpoint_factory, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(directories):
-    with loaded(*directories) as backends:
+    with load_dflash(*directories) as backends:
         yield backends
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from dflash2_heads import TOP_K, save_dflash2_head
 from dflash_gguf import llama_dflash, save_dflash_gguf
 from dflash_heads import BLOCK_SIZE, MASK_TOKEN_ID, save_dflash_head
 from llama_eagle3 import has_extensions
-from loaded_heads import load, target_states
+from loaded_heads import load_dflash, target_states
 
 from backends.contract.backend import PREFIX
 from backends.contract.sequence import SequenceInput
@@ -50,19 +48,9 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@contextmanager
-def loaded(target: Path, head: Path) -> Iterator[tuple[Any, Any]]:
-    source = HfSource(target, BackendOptions())
-    draft = DFlashSource(CheckpointTarget(source.model), BackendOptions(), head)
-    with load(source) as backend:
-        draft.share_weights(backend)
-        with load(draft) as drafting:
-            yield backend, drafting
-
-
 def proposals(target: Path, head: Path) -> tuple[np.ndarray, list[Any]]:
     """Return the target's states after the prompt, and a pass's output for each pending token."""
-    with loaded(target, head) as (backend, drafting):
+    with load_dflash(target, head) as (backend, drafting):
         states, outputs = target_states(backend, PROMPT), []
         for pending in PENDING:
             kv = drafting.new_sequence()
