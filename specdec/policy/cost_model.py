@@ -46,8 +46,9 @@ class CostModel:
 
     The plan is a roofline: max(read_seconds, min_seconds, fixed_seconds + seconds_per_token *
     num_tokens). A mixture's line has two pieces: from some number of tokens on, all experts are
-    read, and further tokens cost arithmetic alone. Measured passes that waited for weights correct
-    the reads, and the others the arithmetic, by a factor for each size: a weighted mean of
+    read, and further tokens cost arithmetic alone. A measured pass that waited for weights corrects
+    the reads by its seconds, and the arithmetic by those in which it did not wait; another one the
+    arithmetic alone. The arithmetic has a factor for each size: a weighted mean of
     log(measured / planned) over passes of every size. Weights fall with age and, steeply, with the
     distance in log2(num_tokens): a pass of another size counts only where this one was not seen for
     long.
@@ -175,15 +176,14 @@ class CostModel:
         """
         if seconds <= 0.0:
             return
-        reads, line = self._corrected(np.float64(num_tokens))
+        reads, _ = self._corrected(np.float64(num_tokens))
         has_waited = self.is_streamed and stall_seconds > MIN_STALL * seconds
-        # The other piece takes no longer than the pass.
-        if has_waited or reads > seconds:
+        if has_waited or reads > seconds:  # reads take no longer than the pass
             self._add(_READS, seconds / self.read_seconds)
-        if not has_waited or line > seconds:
-            knot = int(np.abs(_KNOTS - np.log2(num_tokens)).argmin())
-            self._sums[:_READS] *= LASTING
-            self._add(knot, seconds / float(self._line(np.float64(num_tokens))))
+        knot = int(np.abs(_KNOTS - np.log2(num_tokens)).argmin())
+        self._sums[:_READS] *= LASTING
+        busy_seconds = seconds - stall_seconds if has_waited else seconds
+        self._add(knot, max(busy_seconds, _SHORTEST) / float(self._line(np.float64(num_tokens))))
         self._fit()
 
     def _add(self, index: int, ratio: float) -> None:

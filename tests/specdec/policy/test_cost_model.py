@@ -24,6 +24,11 @@ def cost() -> CostModel:
     return CostModel(READ, FIXED, PER_TOKEN)
 
 
+def stall_seconds_of(num_tokens: int, factor: float = 1.0) -> float:
+    """Return the wait for weights in a pass that takes `factor` times as long as planned."""
+    return factor * max(0.0, READ - FIXED - PER_TOKEN * num_tokens)
+
+
 # --- plan -----------------------------------------------------------------------------------------
 
 
@@ -59,7 +64,7 @@ def test_measured_sizes_are_what_was_measured_and_the_plan_is_the_shape_between(
     planned = [cost.seconds(n) for n in range(1, 41)]
     for _ in range(5):
         for n in (1, 32):
-            cost.observe(n, 2.0 * cost.planned_seconds(n), 0.5 * READ if n == 1 else 0.0)
+            cost.observe(n, 2.0 * cost.planned_seconds(n), stall_seconds_of(n, 2.0))
     assert [cost.seconds(n) for n in range(1, 41)] == pytest.approx(
         [2.0 * item for item in planned]
     )
@@ -76,22 +81,31 @@ def test_passes_that_do_not_wait_show_what_smaller_ones_take(cost: CostModel) ->
 
 
 def test_what_is_known_of_one_bound_outlasts_passes_of_the_other(cost: CostModel) -> None:
-    for n, stall_seconds in ((4, 2.0), (128, 0.0)):
+    for n in (4, 128):
         for _ in range(20):
-            cost.observe(n, 4.0 * cost.planned_seconds(n), stall_seconds)
+            cost.observe(n, 4.0 * cost.planned_seconds(n), stall_seconds_of(n, 4.0))
     for _ in range(2000):
         cost.observe(128, 4.0 * cost.planned_seconds(128))
     assert cost.seconds(1) == pytest.approx(4.0 * READ)
     for _ in range(2000):
-        cost.observe(4, 4.0 * READ, stall_seconds=2.0)
+        cost.observe(4, 4.0 * READ, stall_seconds_of(4, 4.0))
     assert cost.seconds(128) == pytest.approx(4.0 * cost.planned_seconds(128))
 
 
 def test_passes_that_wait_show_what_others_read(cost: CostModel) -> None:
     for _ in range(50):
-        cost.observe(4, 1.5 * READ, stall_seconds=READ)
+        cost.observe(4, 1.5 * READ, stall_seconds=0.5 * READ + stall_seconds_of(4))
     assert cost.seconds(1) == cost.seconds(4) == pytest.approx(1.5 * READ)
     assert cost.seconds(40) == pytest.approx(cost.planned_seconds(40))
+
+
+def test_passes_that_wait_show_what_larger_ones_compute(cost: CostModel) -> None:
+    """A plan with too much arithmetic would keep trees small, and larger passes unmeasured."""
+    knee = int((READ - FIXED) / PER_TOKEN)
+    assert cost.seconds(2 * knee) > 1.5 * READ
+    for _ in range(5):
+        cost.observe(knee, READ, stall_seconds=0.5 * READ)
+    assert cost.seconds(2 * knee) == pytest.approx(READ, rel=0.05)
 
 
 @given(costs, measured, st.sampled_from(LEARNT_SIZES), st.floats(0.05, 20.0), st.booleans())
@@ -201,10 +215,10 @@ def test_cached_statistics_hold_under_another_plan(
 
 
 def test_cached_reads_hold_under_another_plan(cost: CostModel) -> None:
-    cost.observe(4, 3.0, stall_seconds=2.0)
-    other = CostModel(2.0, 0.4, 0.1)
+    cost.observe(4, 3.0 * READ, 2.0 * READ + stall_seconds_of(4))
+    other = CostModel(2.0, FIXED, PER_TOKEN)
     other.load_state_dict(cost.state_dict().tolist())
-    assert other.seconds(1) == pytest.approx(3.0)
+    assert other.seconds(1) == pytest.approx(3.0 * READ)
     assert other.seconds(100) == pytest.approx(other.planned_seconds(100))
 
 
