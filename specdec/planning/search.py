@@ -35,10 +35,10 @@ a power of two of rows: kernels take 16 rows at a time, and one more costs as mu
 Q4_K_M, Zen 3: 0.86 tokens/s with 15 draft tokens, 0.70 with 16)."""
 _PAYS_TO_LEAVE_OUT = 1.05
 """Speedup of running without the draft from which the draft is not loaded."""
-_ROW_MULTIPLES, _WIDE_TREE = (4, 1), 63
-"""Multiples of the best tree's rows, and draft tokens of a model: memory is reserved for the
-largest that costs little, as acceptance may be better than assumed. With simulated times pair:mtp
-brings 1.07 times the speed with 64 instead of 32, and no more with 128."""
+_WIDE_TREE = 63
+"""Draft tokens that memory is reserved for where that costs little, even if fewer should be best:
+acceptance may be better than assumed. With simulated times pair:mtp brings 1.07 times the speed
+with 64 instead of 32, and no more with 128."""
 _MIN_SPEED_SHARE = 0.95
 """Share of the speed with the smallest tree capacity that a larger capacity must leave."""
 
@@ -243,9 +243,7 @@ class Search:
             return []
         # A tree's speed does not depend on the capacity: the best size is known before.
         tree = predict(minimum.memory_plan, self.measurements, spec, num_capacity=limit).n_tree
-        sizes = {min(limit, times * (1 + tree) - 1) for times in _ROW_MULTIPLES}
-        if minimum.draft is not None and spec.tree_width != 1:
-            sizes.add(min(limit, _WIDE_TREE))
+        sizes = {tree, min(limit, _WIDE_TREE)}
         return sorted((n for n in sizes if n > minimum.memory_plan.n_drafted), reverse=True)
 
     def try_shape(
