@@ -90,6 +90,8 @@ class TransferStats(NamedTuple):
     kv_bytes_read: int = 0
     """Bytes of keys and values that passes read from the KV file."""
     kv_bytes_written: int = 0
+    read_seconds: float = 0.0
+    """Time in which at least one read of a layer was running."""
 
     @property
     def wait_seconds(self) -> float:
@@ -108,6 +110,7 @@ class TransferStats(NamedTuple):
             self.experts_found + other.experts_found,
             self.kv_bytes_read + other.kv_bytes_read,
             self.kv_bytes_written + other.kv_bytes_written,
+            self.read_seconds + other.read_seconds,
         )
 
     @classmethod
@@ -118,6 +121,7 @@ class TransferStats(NamedTuple):
             layers.stall_seconds + experts.stall_seconds,
             experts_asked=experts.n_asked,
             experts_found=experts.n_hits,
+            read_seconds=layers.read_seconds,
         )
 
 

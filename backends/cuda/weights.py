@@ -110,7 +110,11 @@ class DeviceWeights:
     def use(self) -> TransferStats:
         stats = self._streamer.stats
         return TransferStats(
-            stats.bytes_read, stats.stall_seconds, stats.bytes_copied, stats.copy_stall_seconds
+            stats.bytes_read,
+            stats.stall_seconds,
+            stats.bytes_copied,
+            stats.copy_stall_seconds,
+            read_seconds=stats.read_seconds,
         )
 
     unread_bytes = 0

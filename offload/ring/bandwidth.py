@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ _CHUNK_BYTES = 64 * MIB  # two of these are in memory while measuring
 _MIN_BYTES = 64 * MIB  # a shorter measurement is not worth caching
 _SECONDS = 0.4  # of five results beside other work, all were within 10 % of those of 0.8 s
 _WARM_UP_SECONDS = 0.1  # limits on reading allow a burst at first
+_MIN_RUN_BYTES = GIB  # reads of a run that are more evidence than a measurement
+_MIN_STALL = 0.1  # share of a run's reads that it waits for if they bound it (see CostModel)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def measure_storage(
     except OSError as error:
         raise StorageError(f"cannot open {path}: {error.strerror or error}") from error
     folder = cache_folder() if cache_dir is None else cache_dir
-    cache = folder / f"storage-{device}-{read_bytes}-{n_readers}.json"
+    cache = folder / _cache_name(device, read_bytes, n_readers)
     is_limited = read_limit_in_force(path) is not None
     if not refresh and not is_limited and (known := _load(cache)) is not None:
         return known
@@ -93,11 +95,36 @@ def measure_storage(
     return profile
 
 
+def correct_storage(path: Path, stats: StreamStats, cache_dir: Path | None = None) -> None:
+    """Replace the cached bandwidth of the storage that holds `path` by that of a run's own reads.
+
+    A measurement takes 0.4 seconds, and the storage of a virtual machine may be twice as fast an
+    hour later. Reads that the run did not wait for pause while it computes: they show only that the
+    storage is at least as fast.
+    """
+    folder = cache_folder() if cache_dir is None else cache_dir
+    try:
+        cache = folder / _cache_name(path.stat().st_dev, DEFAULT_READ_BYTES, DEFAULT_N_READERS)
+    except OSError:  # the file was deleted meanwhile
+        return
+    known = _load(cache)
+    if known is None or not known.direct or stats.bytes_read < _MIN_RUN_BYTES:
+        return
+    if read_limit_in_force(path) is not None:
+        return
+    bandwidth = stats.bytes_read / max(stats.read_seconds, 1e-9)
+    has_waited = stats.stall_seconds > _MIN_STALL * stats.read_seconds
+    if has_waited or bandwidth > known.storage_bytes_per_second:
+        corrected = replace(known, storage_bytes_per_second=bandwidth, measured_at=time.time())
+        save_cached_measurement(cache, asdict(corrected), "the storage speed of this run")
+
+
 def is_in_disk_cache(profile: DeviceProfile, cache_dir: Path | None = None) -> bool:
     """Return whether a result is in the disk cache: it is not if the file was too small, the disk
     was busy, or reading is limited."""
     folder = cache_folder() if cache_dir is None else cache_dir
-    return _load(_cache_file(folder, profile)) == profile
+    name = _cache_name(profile.device, profile.read_bytes, profile.n_readers)
+    return _load(folder / name) == profile
 
 
 def why_not_cached(path: Path) -> str:
@@ -109,8 +136,8 @@ def why_not_cached(path: Path) -> str:
     return "as other programs were busy, or the cache folder cannot be written"
 
 
-def _cache_file(folder: Path, profile: DeviceProfile) -> Path:
-    return folder / f"storage-{profile.device}-{profile.read_bytes}-{profile.n_readers}.json"
+def _cache_name(device: int, read_bytes: int, n_readers: int) -> str:
+    return f"storage-{device}-{read_bytes}-{n_readers}.json"
 
 
 def is_measurable(path: Path) -> bool:
