@@ -266,8 +266,8 @@ class ModelDrafter(Drafter):
         These are the best nodes not run yet that may have children among the best.
         """
         limits = self._limits
-        n_free = self._sequence.num_free_slots
-        level = frontier.take(min(level_width(limits.max_nodes), n_free))
+        width = level_width(limits.max_nodes)
+        level = frontier.take(min(width, self._free_slots(width)))
         known = set()
         if limits.known is not None:  # the draft runs forced tokens with the node before them
             known = tree.nodes_of(limits.known, left_out=GRAMMAR_SOURCE)
@@ -278,9 +278,16 @@ class ModelDrafter(Drafter):
     def _level_ahead(self, tree: GrownTree, frontier: Frontier) -> Level:
         """Return the likeliest nodes that were not run, within the free slots."""
         n_nodes = self._limits.max_nodes
+        width = level_width(n_nodes)
         # Slots that the next proposal needs stay free.
-        n_free = max(0, self._sequence.num_free_slots - n_nodes)
-        return frontier.take(min(level_width(n_nodes), n_free), _MIN_SHARE)
+        n_free = max(0, self._free_slots(width + n_nodes) - n_nodes)
+        return frontier.take(min(width, n_free), _MIN_SHARE)
+
+    def _free_slots(self, n_wanted: int) -> int:
+        """Return the nodes that can be run now, `n_wanted` or more if evicting cached KV of other
+        sequences gains so many."""
+        self._prefix_cache.ensure_capacity(self._sequence, n_wanted)
+        return self._sequence.num_free_slots
 
     def _run(self, tree: GrownTree, level: Level, frontier: Frontier) -> DraftSteps[Level]:
         """Run nodes whose parents were run, with forced tokens below them; set their candidates.

@@ -6,12 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from alone import own
+from transformers import AutoTokenizer
 
+from backends.attention.batch import BLOCK_SIZE
+from backends.contract.prefix_cache import PrefixCache
 from backends.hf.backend import TorchBackend
+from backends.hf.loading import load_hf_model
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
+from specdec.pair import pair_path
 from specdec.sampling.context_window import ContextWindow
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
@@ -163,3 +168,30 @@ def test_it_runs_no_more_nodes_than_the_backend_can_hold(backend, monkeypatch):
     drafter.reset()
     assert sum(n_run) == 5
     assert tree.n_drafted > 5  # children of the nodes that have run
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The embedded draft model and a context in which it is sure of its next tokens."""
+    folder = pair_path("pair:draft")
+    text = "def main():\n    for i in range(10):\n        print(i)\n    for i in range("
+    return load_hf_model(folder), AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+
+
+def test_cached_sequences_do_not_make_trees_shallow(trained):
+    """They are evicted before the nodes of a tree lack memory: a deep one runs many more nodes than
+    it proposes."""
+    model, context = trained
+    limits, n_blocks = TreeLimits(126, 32, 8), 12
+    with TorchBackend.kept_in_memory(model, num_kv_slots=n_blocks * BLOCK_SIZE) as backend:
+        cache = PrefixCache(backend, n_blocks)
+        drafter = ModelDrafter(backend, backend.vocab_size, prefix_cache=cache)
+        expected = drafter.propose(context, limits)
+        assert expected.n_run_nodes > 2 * limits.max_nodes
+        drafter.reset()
+        for first in range(2 * n_blocks):
+            drafter.propose([first, *context], TreeLimits(1, 1, 1))
+            drafter.reset()
+        tree = drafter.propose(context, limits)
+        assert (tree.token_ids, tree.n_runs) == (expected.token_ids, expected.n_runs)
+        drafter.reset()
