@@ -1,4 +1,5 @@
-"""The storage's bandwidth on this machine, measured once with the streamer's own kind of reads.
+"""The storage's bandwidth on this machine, measured once with the streamer's own kind of reads, and
+raised by faster ones of runs.
 
 A cgroup's read limit (`offload.storage.read_limit`) is not the device's bandwidth: under one the
 disk cache is neither written nor used.
@@ -35,8 +36,7 @@ _CHUNK_BYTES = 64 * MIB  # two of these are in memory while measuring
 _MIN_BYTES = 64 * MIB  # a shorter measurement is not worth caching
 _SECONDS = 0.4  # of five results beside other work, all were within 10 % of those of 0.8 s
 _WARM_UP_SECONDS = 0.1  # limits on reading allow a burst at first
-_MIN_RUN_BYTES = GIB  # reads of a run that are more evidence than a measurement
-_MIN_STALL = 0.1  # share of a run's reads that it waits for if they bound it (see CostModel)
+_MIN_RUN_BYTES = GIB  # shorter runs may have read in a burst
 
 
 @dataclass(frozen=True)
@@ -95,27 +95,22 @@ def measure_storage(
     return profile
 
 
-def correct_storage(path: Path, stats: StreamStats, cache_dir: Path | None = None) -> None:
-    """Replace the cached bandwidth of the storage that holds `path` by that of a run's own reads.
+def correct_storage(
+    path: Path, n_bytes: int, read_seconds: float, cache_dir: Path | None = None
+) -> None:
+    """Replace the cached bandwidth of the storage that holds `path` if a run's own reads, with the
+    default number of readers, were faster.
 
-    A measurement takes 0.4 seconds, and the storage of a virtual machine may be twice as fast an
-    hour later. Reads that the run did not wait for pause while it computes: they show only that the
-    storage is at least as fast.
+    A measurement takes 0.4 seconds, and a virtual machine's storage may be twice as fast an hour
+    later. Slower reads show nothing: they may have paused while the run computed.
     """
+    if n_bytes < _MIN_RUN_BYTES or not path.exists():
+        return
     folder = cache_folder() if cache_dir is None else cache_dir
-    try:
-        cache = folder / _cache_name(path.stat().st_dev, DEFAULT_READ_BYTES, DEFAULT_N_READERS)
-    except OSError:  # the file was deleted meanwhile
-        return
-    known = _load(cache)
-    if known is None or not known.direct or stats.bytes_read < _MIN_RUN_BYTES:
-        return
-    if read_limit_in_force(path) is not None:
-        return
-    bandwidth = stats.bytes_read / max(stats.read_seconds, 1e-9)
-    has_waited = stats.stall_seconds > _MIN_STALL * stats.read_seconds
-    if has_waited or bandwidth > known.storage_bytes_per_second:
-        corrected = replace(known, storage_bytes_per_second=bandwidth, measured_at=time.time())
+    cache = folder / _cache_name(path.stat().st_dev, DEFAULT_READ_BYTES, DEFAULT_N_READERS)
+    known, bandwidth = _load(cache), n_bytes / max(read_seconds, 1e-9)
+    if known is not None and known.direct and bandwidth > known.storage_bytes_per_second:
+        corrected = replace(known, storage_bytes_per_second=bandwidth)
         save_cached_measurement(cache, asdict(corrected), "the storage speed of this run")
 
 

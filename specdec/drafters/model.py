@@ -266,8 +266,7 @@ class ModelDrafter(Drafter):
         These are the best nodes not run yet that may have children among the best.
         """
         limits = self._limits
-        width = level_width(limits.max_nodes)
-        level = frontier.take(min(width, self._free_slots(width)))
+        level = self._within_slots(frontier.take(level_width(limits.max_nodes)))
         known = set()
         if limits.known is not None:  # the draft runs forced tokens with the node before them
             known = tree.nodes_of(limits.known, left_out=GRAMMAR_SOURCE)
@@ -277,17 +276,16 @@ class ModelDrafter(Drafter):
 
     def _level_ahead(self, tree: GrownTree, frontier: Frontier) -> Level:
         """Return the likeliest nodes that were not run, within the free slots."""
-        n_nodes = self._limits.max_nodes
-        width = level_width(n_nodes)
         # Slots that the next proposal needs stay free.
-        n_free = max(0, self._free_slots(width + n_nodes) - n_nodes)
-        return frontier.take(min(width, n_free), _MIN_SHARE)
+        n_nodes = self._limits.max_nodes
+        return self._within_slots(frontier.take(level_width(n_nodes), _MIN_SHARE), n_nodes)
 
-    def _free_slots(self, n_wanted: int) -> int:
-        """Return the nodes that can be run now, `n_wanted` or more if evicting cached KV of other
-        sequences gains so many."""
-        self._prefix_cache.ensure_capacity(self._sequence, n_wanted)
-        return self._sequence.num_free_slots
+    def _within_slots(self, level: Level, n_reserved: int = 0) -> Level:
+        """Return the nodes of a level that the cache can hold beside `n_reserved` more, once cached
+        KV of other sequences is evicted as far as needed."""
+        if level:
+            self._prefix_cache.ensure_capacity(self._sequence, len(level) + n_reserved)
+        return level[: max(0, self._sequence.num_free_slots - n_reserved)]
 
     def _run(self, tree: GrownTree, level: Level, frontier: Frontier) -> DraftSteps[Level]:
         """Run nodes whose parents were run, with forced tokens below them; set their candidates.

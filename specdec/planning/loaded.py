@@ -9,7 +9,6 @@ from backends.contract.backend import Backend, TransferStats
 from backends.contract.prefix_cache import PrefixCache
 from offload.process.allocator import give_back_freed
 from offload.ring.bandwidth import correct_storage
-from offload.ring.cursor import StreamStats
 from specdec.planning.load import load_draft, load_target
 from specdec.planning.plan import PlannedModels
 from specdec.planning.run_plan import RunPlan
@@ -95,20 +94,14 @@ class LoadedModels:
     def close(self) -> None:
         """Free the models and give their memory back to the system. Idempotent."""
         target = self._traffic[1]
-        if target is not None:
-            self._correct_storage(target.transfer_stats)
+        use = TransferStats() if target is None else target.transfer_stats
         self._traffic = self.transfer_stats, None
         self._closing.close()
         give_back_freed()
-
-    def _correct_storage(self, use: TransferStats) -> None:
-        """Save the storage's speed as the layers' reads had it, for the plan of the next process.
-
-        Single experts and KV are read in smaller parts.
-        """
-        if not use.experts_asked and self.plan.kv_split is None:
-            stats = StreamStats(use.bytes_streamed, use.stall_seconds, use.read_seconds)
-            correct_storage(self.planned.target.source.weight_file, stats)
+        # The reads of single experts have no time of their own.
+        if use.bytes_streamed and not use.experts_asked and self.options.io_threads is None:
+            path = self.planned.target.source.weight_file
+            correct_storage(path, use.bytes_streamed, use.read_seconds)
 
 
 def _prefix_cache(backend: Backend, max_num_seqs: int) -> PrefixCache:

@@ -243,7 +243,8 @@ class Search:
             return []
         # A tree's speed does not depend on the capacity: the best size is known before.
         tree = predict(minimum.memory_plan, self.measurements, spec, num_capacity=limit).n_tree
-        sizes = {tree, min(limit, _WIDE_TREE)}
+        wide = spec.depth if spec.width == 1 else _WIDE_TREE  # a chain has a node per level
+        sizes = {tree, min(limit, wide)}
         return sorted((n for n in sizes if n > minimum.memory_plan.n_drafted), reverse=True)
 
     def try_shape(

@@ -178,7 +178,8 @@ class CostModel:
             return
         reads, _ = self._corrected(np.float64(num_tokens))
         has_waited = self.is_streamed and stall_seconds > MIN_STALL * seconds
-        if has_waited or reads > seconds:  # reads take no longer than the pass
+        # Reads take no longer than the pass.
+        if has_waited or reads > seconds:
             self._add(_READS, seconds / self.read_seconds)
         knot = int(np.abs(_KNOTS - np.log2(num_tokens)).argmin())
         self._sums[:_READS] *= LASTING
