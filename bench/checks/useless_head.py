@@ -39,12 +39,12 @@ class Comparison(str, Enum):
 
 
 _COMPARED = {
-    Comparison.NGRAMS: ("ngram", "draft,ngram", 1),
+    Comparison.NGRAMS: ("ngram", None, 1),
     Comparison.PLAIN: ("none", "draft", 1),
     Comparison.SECOND_LOAD: ("ngram", None, 2),
 }
-"""spec_type without the head and with it (None: the plan may leave it out); loads with the head, of
-which the last one counts."""
+"""spec_type without the head and with it (None: the default, by which the head may be left out);
+loads with the head, of which the last one counts."""
 _STD = 0.02
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -68,6 +68,8 @@ class Engine(EngineThread):
         """Requests of the current step."""
         self.save_prefixes: Callable[[], None] = lambda: None
         """Write the KV of newly finished sequences to storage, where that is requested."""
+        self.before_requests: Callable[[], None] = lambda: None
+        """Look after the models when a request comes and no other runs."""
         self.after_step: Callable[[], None] = lambda: None
         """Look after the process between two steps."""
         self._num_cancels = 0
@@ -225,6 +227,8 @@ class Engine(EngineThread):
 
         def begin() -> None:
             running = Running(request, sequences, owner)
+            if not self._running and not self.is_closing:
+                self.before_requests()
             if self.is_closing or self.scheduler is None:
                 request.fail(ModelClosed())
             if not request.is_aborted:

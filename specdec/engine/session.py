@@ -16,6 +16,7 @@ from specdec.engine.budget import change_budget, reload, watching_limit
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.engine import Engine
 from specdec.engine.engine_thread import ModelClosed
+from specdec.engine.lost_draft import leaving_out_draft
 from specdec.engine.prompt_cache import PromptCacheFolder
 from specdec.engine.sequences.factory import SequenceFactory
 from specdec.engine.sequences.request import Request
@@ -103,6 +104,7 @@ class Session:
             self._assemble()
             stack.callback(self.statistics.keep_last)
             engine.at_end.push(stack.pop_all())
+        engine.before_requests = leaving_out_draft(weakref.ref(self))
         engine.after_step = watching_limit(weakref.ref(self))
 
     def _assemble(self) -> None:
@@ -166,9 +168,10 @@ class Session:
 
     def change_budget(self, total_bytes: int, source: str) -> None:
         """Change the budget, in the engine's thread. Raises errors of `change_budget`."""
-        change_budget(self.engine, self.models, total_bytes, source, self._reload)
+        change_budget(self.engine, self.models, total_bytes, source, self.load_again)
 
-    def _reload(self, planned: PlannedModels) -> None:
+    def load_again(self, planned: PlannedModels) -> None:
+        """Load the models by another plan, in the engine's thread. Raises errors of `reload`."""
         with self.statistics.frozen():
             reload(self.engine, self.models, planned, self._worker, self._assemble)
 

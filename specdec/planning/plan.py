@@ -58,6 +58,11 @@ class Planning:
         """Whether `plan` takes memory that matters beside loaded models."""
         return any(source.planning_takes_memory for source in self.pair.sources if source)
 
+    def without_draft(self) -> Planning:
+        """Return the planning of the same run without its draft model."""
+        pair = OpenedPair(self.pair.target, None)
+        return replace(self, options=self.options.without_draft(), pair=pair)
+
     def plan(self, total_bytes: int, budget_source: str) -> PlannedModels:
         """Return the models as planned for a budget. Raises BudgetExceeded."""
         pair = self.pair

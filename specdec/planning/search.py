@@ -33,7 +33,7 @@ _TREES = tuple(2**k - 1 for k in range(1, MAX_DRAFT_TOKENS.bit_length()))
 """Tree sizes that are compared; sizes beyond MAX_AUTO_NODES on a GPU only. With its root a tree has
 a power of two of rows: kernels take 16 rows at a time, and one more costs as much as 16 (a 27B in
 Q4_K_M, Zen 3: 0.86 tokens/s with 15 draft tokens, 0.70 with 16)."""
-_PAYS_TO_LEAVE_OUT = 1.05
+PAYS_TO_LEAVE_OUT = 1.05
 """Speedup of running without the draft from which the draft is not loaded."""
 _WIDE_TREE = 63
 """Draft tokens that memory is reserved for where that costs little, even if fewer should be best:
@@ -189,7 +189,7 @@ class Search:
         # Capacity for wide trees is no price of the draft: the fastest plan may have less.
         fastest = max(speed(plan) for plan in self.alternatives if plan.draft is not None)
         assert self.plain is not None, "compared with a draft"
-        return self.plain.tokens_per_second > _PAYS_TO_LEAVE_OUT * fastest
+        return self.plain.tokens_per_second > PAYS_TO_LEAVE_OUT * fastest
 
     def alone(self, total_bytes: int) -> Alternative:
         """Return the fastest plan without the draft model; n-grams go on drafting."""

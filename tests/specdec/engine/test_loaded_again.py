@@ -38,7 +38,7 @@ class Again:
 
     def _load(self) -> None:
         session = self._llm.session
-        session._reload(session.models.planned)
+        session.load_again(session.models.planned)
         self.num_loads += 1
 
 

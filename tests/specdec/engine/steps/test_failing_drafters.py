@@ -172,7 +172,7 @@ def test_a_drafter_that_raises_when_the_models_are_loaded_again(llm: LLM) -> Non
     with Stepping(llm) as steps:
         steps.next(failing)
         steps.next(other)
-        session.engine.send(lambda: session._reload(session.models.planned))
+        session.engine.send(lambda: session.load_again(session.models.planned))
         steps.step()
     with pytest.raises(ValueError, match="my reset"):
         list(failing)
