@@ -287,6 +287,8 @@ class LLM:
         params = _sampling_params(sampling, generation_config, overrides)
         self.session.engine.check_open()
         if spec is not None:
+            if self.session.has_left_out_draft:
+                spec = spec.without_draft()
             check_spec(spec, self.spec, self.plan, has_draft=self.draft is not None)
         spec = (spec or self.spec) if speculative else _PLAIN
         if drafter is not None and not spec.drafters:

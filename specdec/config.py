@@ -6,7 +6,7 @@ An error names the option, its value and the accepted values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specdec.checks import ConfigError, FieldName, check_type
 from specdec.option import SPECULATION, check_options, option
@@ -127,6 +127,11 @@ class SpecConfig:
     def drafters(self) -> tuple[str, ...]:
         """Drafters in use; only the first one, the model if named, if chains are drawn."""
         return self.spec_type[:1] if self.draws_chains else self.spec_type
+
+    def without_draft(self) -> SpecConfig:
+        """Return the same options without the draft model."""
+        spec_type = tuple(kind for kind in self.spec_type if kind != "draft")
+        return replace(self, spec_type=spec_type, draft_window=None)
 
     @property
     def width(self) -> int:

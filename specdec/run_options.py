@@ -59,10 +59,10 @@ class RunOptions:
     )
     draft_model: str | Path | None = option(
         None,
-        "Small model with the target's vocabulary, or a draft head made for the target (EAGLE-3, "
-        "DFlash, Gemma 4's assistant), named like the target; pair:draft; mtp: the target's own "
-        "MTP head; auto: the one expected to be fastest among that head, the heads and models on "
-        "this machine, and n-grams.",
+        "Small model with the target's vocabulary, or a draft head made for the target (MTP, "
+        "EAGLE-3, DFlash, Gemma 4's assistant), named like the target; pair:draft; mtp: the "
+        "target's own MTP head; auto: the one expected to be fastest among that head, the heads "
+        "and models on this machine, and n-grams.",
         MODELS,
         short="-md",
         shown_default=False,

@@ -20,6 +20,10 @@ from specdec.policy.opportunistic_layers import OpportunisticLayers
 class Owner(Protocol):
     """Owner of running sequences: prepares them and records their statistics."""
 
+    def before_first(self) -> None:
+        """Look after the models before a request while no other runs; called in the engine's
+        thread."""
+
     def prepare(self, sequence: Sequence) -> None:
         """Prepare a sequence; called in the engine's thread."""
 
@@ -68,8 +72,6 @@ class Engine(EngineThread):
         """Requests of the current step."""
         self.save_prefixes: Callable[[], None] = lambda: None
         """Write the KV of newly finished sequences to storage, where that is requested."""
-        self.before_requests: Callable[[], None] = lambda: None
-        """Look after the models when a request comes and no other runs."""
         self.after_step: Callable[[], None] = lambda: None
         """Look after the process between two steps."""
         self._num_cancels = 0
@@ -227,8 +229,8 @@ class Engine(EngineThread):
 
         def begin() -> None:
             running = Running(request, sequences, owner)
-            if not self._running and not self.is_closing:
-                self.before_requests()
+            if not self._running and not request.is_aborted and not self.is_closing:
+                owner.before_first()
             if self.is_closing or self.scheduler is None:
                 request.fail(ModelClosed())
             if not request.is_aborted:

@@ -16,7 +16,7 @@ from specdec.engine.budget import change_budget, reload, watching_limit
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.engine import Engine
 from specdec.engine.engine_thread import ModelClosed
-from specdec.engine.lost_draft import leaving_out_draft
+from specdec.engine.lost_draft import LostDraft
 from specdec.engine.prompt_cache import PromptCacheFolder
 from specdec.engine.sequences.factory import SequenceFactory
 from specdec.engine.sequences.request import Request
@@ -99,12 +99,12 @@ class Session:
             self.models.load(planned, note)
             self._trace_recorder = self._new_recorder(planned, stack)
             self.totals, self._worker = Totals(), DraftWorker()
+            self._lost_draft = LostDraft()
             stack.callback(self._worker.close)  # before the draft, which it uses
             self.statistics = SessionStatistics(engine, self.models, self.totals)
             self._assemble()
             stack.callback(self.statistics.keep_last)
             engine.at_end.push(stack.pop_all())
-        engine.before_requests = leaving_out_draft(weakref.ref(self))
         engine.after_step = watching_limit(weakref.ref(self))
 
     def _assemble(self) -> None:
@@ -151,6 +151,11 @@ class Session:
     def options(self) -> RunOptions:
         return self.models.options
 
+    @property
+    def has_left_out_draft(self) -> bool:
+        """Whether the draft was left out during the run; any thread may ask."""
+        return self._lost_draft.is_left_out
+
     def set_memory_budget(self, memory_budget: str | int) -> RunPlan:
         """Change the memory budget between two steps; return the new plan.
 
@@ -176,7 +181,8 @@ class Session:
             reload(self.engine, self.models, planned, self._worker, self._assemble)
 
     def use_statistics(self, pair_statistics: PairStatistics) -> None:
-        """Use other pair statistics: modes of a benchmark must not share them."""
+        """Use other pair statistics: modes of a benchmark must not share them. The draft stays."""
+        self._lost_draft.must_stay = True
         self._factory = replace(self._factory, pair_statistics=pair_statistics)
         scheduler = self.engine.scheduler
         assert scheduler is not None, "the models are loaded"
@@ -193,6 +199,9 @@ class Session:
         request.recorder = StatsRecorder(len(request.prompt_ids), totals=self.totals)
         self.engine.add(request, sequences, self)
 
+    def before_first(self) -> None:
+        self._lost_draft.check(self.models, self.load_again)
+
     def prepare(self, sequence: Sequence) -> None:
         self._factory.prepare(sequence)
 
@@ -200,6 +209,7 @@ class Session:
         self._factory.renew(sequence)
 
     def note_finished(self, request: Request) -> None:
+        self._lost_draft.note_finished(request)
         self.statistics.note_finished(request)
 
     @property

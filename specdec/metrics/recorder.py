@@ -27,7 +27,6 @@ _OF_ALL = {
     "generated_tokens": "generated_tokens",
     "passes": "sequence_passes",
     "drafted_tokens": "drafted_tokens",
-    "draft_runs": "draft_runs",
     "accepted_tokens": "accepted_tokens",
     "ngram_hits": "ngram_hits",
     "queue_seconds": "queue_seconds",

@@ -171,7 +171,6 @@ class EngineStats(RenamedFields):
     prefill_tokens: int = 0  # of batch_tokens: of prompts, and of sequences that come back
     sequence_passes: int = 0  # decode passes, once for each sequence in the batch
     drafted_tokens: int = 0
-    draft_runs: int = 0  # of the draft model, once for each sequence that shares one
     accepted_tokens: int = 0
     ngram_hits: int = 0
     queue_seconds: float = 0.0  # see GenerationStats; of all requests that have begun

@@ -62,8 +62,8 @@ def draft_candidates(target: str, *, takes_heads: bool = True) -> list[DraftCand
 
 
 def _heads_for(target: str, path: Path) -> Iterator[DraftCandidate]:
-    """Yield the target's own head, and one head of each kind among files of their own: the first
-    that was evaluated with this target, or else the first."""
+    """Yield the target's own head, and one head of each kind among files of their own: the one with
+    the most tokens per pass of those evaluated with this target, or else the first."""
     if has_mtp_head(path):
         yield DraftCandidate(MTP_HEAD, MTP, f"{target} has an MTP head of its own")
     fingerprint = cache(lambda: weights_fingerprint(path))
@@ -77,7 +77,7 @@ def _heads_for(target: str, path: Path) -> Iterator[DraftCandidate]:
         results = read_eval_results(head_path)
         if results is not None and results.target_fingerprint != fingerprint():
             results = None
-        if kind not in by_kind or (results is not None and by_kind[kind].results is None):
+        if kind not in by_kind or _is_better(results, by_kind[kind].results):
             reason = f"{NAMES[kind]} here that has the sizes of {target}"
             by_kind[kind] = DraftCandidate(head.name, kind, reason, results)
     yield from by_kind.values()
@@ -88,6 +88,12 @@ def _heads_for(target: str, path: Path) -> Iterator[DraftCandidate]:
             continue
         if results.target_fingerprint == fingerprint():
             yield DraftCandidate(name, kind, f"{NAMES[kind]} made for {target}", results)
+
+
+def _is_better(results: EvalResults | None, than: EvalResults | None) -> bool:
+    if results is None or than is None:
+        return results is not None
+    return results.tokens_per_pass > than.tokens_per_pass
 
 
 def _models_for(target: str, path: Path) -> list[DraftCandidate]:

@@ -30,7 +30,7 @@ Draft = Annotated[
     typer.Option(
         "--from",
         metavar="DRAFT",
-        help="Align this draft model, a checkpoint in safetensors; pair:draft.",
+        help="Align this draft model or head, in safetensors; pair:draft.",
         show_default=False,
     ),
 ]

@@ -44,7 +44,7 @@ def test_all_together_are_the_sum_of_each(tmp_path: Path, monkeypatch: pytest.Mo
         assert actual.requests == actual.first_tokens == 4
         for name in (
             "prompt_tokens reused_prompt_tokens generated_tokens drafted_tokens accepted_tokens "
-            "draft_runs ngram_hits queue_seconds"
+            "ngram_hits queue_seconds"
         ).split():
             assert getattr(actual, name) == pytest.approx(sum(getattr(item, name) for item in each))
         assert actual.first_token_seconds == pytest.approx(

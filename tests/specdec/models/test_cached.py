@@ -188,6 +188,13 @@ def test_a_head_on_this_machine_is_taken_for_a_gguf_target(hub: Path) -> None:
     write_eval_results(flash, results)
     add(hub, "me/better", flash)
     assert set(drafts(target)) == {None, choice.name, "me/better"}  # evaluated with this target
+    for name, tokens_per_pass in (("me/a-worse", 1.5), ("me/z-worse", 1.9)):
+        write_eval_results(flash, replace(results, tokens_per_pass=tokens_per_pass))
+        add(hub, name, flash)
+        assert set(drafts(target)) == {None, choice.name, "me/better"}
+    write_eval_results(flash, replace(results, tokens_per_pass=2.5))
+    add(hub, "me/best", flash)
+    assert set(drafts(target)) == {None, choice.name, "me/best"}
     assert drafts(target, takes_heads=False) == [None]
     several = save_tiny_architecture("gemma3n", hub.parent / "several.gguf")
     assert drafts(several) == [None]
