@@ -287,9 +287,11 @@ class LLM:
         params = _sampling_params(sampling, generation_config, overrides)
         self.session.engine.check_open()
         if spec is not None:
-            if self.session.has_left_out_draft:
+            # In this order: the draft is said to be left out before it is closed.
+            has_draft, is_left_out = self.draft is not None, self.session.has_left_out_draft
+            if is_left_out and drafter is None:
                 spec = spec.without_draft()
-            check_spec(spec, self.spec, self.plan, has_draft=self.draft is not None)
+            check_spec(spec, self.spec, self.plan, has_draft=has_draft or is_left_out)
         spec = (spec or self.spec) if speculative else _PLAIN
         if drafter is not None and not spec.drafters:
             raise ConfigError("a drafter was given, but this is plain decoding: leave one out")

@@ -35,6 +35,7 @@ class LostDraft:
 
     def __init__(self) -> None:
         self.is_left_out = False
+        """Whether the draft is left out, or about to be."""
         self.must_stay = False
         """True where loading again failed, or where a benchmark compares modes."""
         self._num_tokens = self._num_passes = self._num_runs = self._num_accepted = 0
@@ -72,12 +73,12 @@ class LostDraft:
             if not self._pays(models, without):
                 return
             models.target.set_pinned_bytes(0)
+            self.is_left_out = True
             load(without)
         except Exception as error:  # libraries may fail, and the requests go on with the draft
-            self.must_stay = True
+            self.is_left_out, self.must_stay = False, True
             logger.warning("the draft stays loaded, though it hardly drafts anything: %s", error)
         else:
-            self.is_left_out = True
             logger.warning(
                 "%d tokens of the draft alone were accepted in %d passes: its memory is used for "
                 "the target from now on; --spec-type draft,ngram keeps it",

@@ -15,6 +15,7 @@ from bench.checks.useless_head import save_random_head
 from offload.storage.direct_io import StorageError
 from offload.units import MIB
 from specdec.config import SpecConfig
+from specdec.drafters.ngram import NgramDrafter
 from specdec.engine import lost_draft
 from specdec.engine.lost_draft import MIN_RUNS, MIN_TOKENS, LostDraft
 from specdec.planning import search
@@ -194,7 +195,10 @@ def test_texts_are_the_same_without_it(
     second = loaded.generate("import os\n", **ASKED)
     assert loaded.draft is None
     assert "draft" not in loaded.spec.drafters
-    assert loaded.generate(PROMPT, spec=SpecConfig(), **ASKED).token_ids == expected[0]
+    for spec_type in (("draft",), ("draft", "ngram")):
+        for drafter in (None, NgramDrafter()):
+            asked: dict[str, Any] = {"spec": SpecConfig(spec_type), "drafter": drafter, **ASKED}
+            assert loaded.generate(PROMPT, **asked).token_ids == expected[0]
     assert second.stats.draft_runs == 0
     again = loaded.generate([PROMPT, "import os\n"], **ASKED)
     assert [first.token_ids, second.token_ids] == expected
@@ -233,8 +237,10 @@ def test_a_run_goes_on_where_loading_fails(
         raise StorageError("the disk is gone")
 
     monkeypatch.setattr(type(loaded.session), "load_again", fail)
+    assert not loaded.session.has_left_out_draft
     for _ in range(2):
         assert loaded.generate("import os\n", **ASKED).token_ids == expected[1]
     assert loaded.draft is not None
     (line,) = (line for line in caplog.messages if "stays loaded" in line)
     assert line.endswith("the disk is gone")
+    assert not loaded.session.has_left_out_draft
