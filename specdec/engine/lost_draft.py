@@ -35,7 +35,7 @@ class LostDraft:
 
     def __init__(self) -> None:
         self.is_left_out = False
-        """Whether the draft is left out, or about to be."""
+        """True once the draft is left out, or about to be."""
         self.must_stay = False
         """True where loading again failed, or where a benchmark compares modes."""
         self._num_tokens = self._num_passes = self._num_runs = self._num_accepted = 0

@@ -129,7 +129,7 @@ def test_requests_without_the_draft_do_not_count() -> None:
 
 
 def test_loading_again_takes_no_longer_than_was_lost() -> None:
-    """Of 256 tokens the draft's memory took 43 s, and loading takes a second."""
+    """The draft's memory took 43 s of 256 tokens, and loading takes a second."""
     request = request_of(MIN_TOKENS, 0)
     assert Models(num_cached=400).num_loads_after(request) == 1
     assert Models(num_cached=430).num_loads_after(request) == 0
