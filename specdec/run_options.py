@@ -312,8 +312,8 @@ class RunOptions:
 
     def without_draft(self) -> RunOptions:
         """Return the options of the same run without its draft model."""
-        spec_type = tuple(kind for kind in self.spec.spec_type if kind != "draft")
-        return replace(self, draft_model=None, spec_type=spec_type, draft_window=None)
+        spec = self.spec.without_draft()
+        return replace(self, draft_model=None, spec_type=spec.spec_type, draft_window=None)
 
     def keywords(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Return the options as keywords of `specdec.load`: all, or only `names`."""
